@@ -1,0 +1,58 @@
+# The same verbs for people and for CI. `make help` lists them.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help demo test test-all check fix bench docs clean
+.DEFAULT_GOAL := help
+
+help: ## List these verbs
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+demo: .venv/.installed ## Pack, verify and damage a checkpoint-like file, and see the damage found
+	@$(BIN)/python examples/pack_and_verify.py
+
+test: .venv/.installed ## Run the tests
+	$(BIN)/python -m pytest
+
+test-all: .venv/.installed ## Run the tests, the long ones too
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+check: .venv/.installed ## Lint, check formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: .venv/.installed ## Mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.bench ## Measure against the peers and write docs/benchmarks.md
+	$(BIN)/python bench/codecs.py --write docs/benchmarks.md
+
+docs: .venv/.docs ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+clean: ## Delete everything that these verbs made
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis site dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A virtual environment also where the system's Python lacks ensurepip: then the outer pip installs into it.
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "slipstream needs Python 3.11 or newer, $(PYTHON) is older: make PYTHON=python3.11 ..."; exit 1; }
+	@echo "Creating .venv"
+	@$(PYTHON) -m venv .venv > /dev/null 2>&1 || $(PYTHON) -m venv --without-pip .venv
+
+PIP_INSTALL = $(shell [ -x $(BIN)/pip ] && echo $(BIN)/python -m pip || echo $(PYTHON) -m pip --python $(BIN)/python) \
+	install --quiet --disable-pip-version-check
+
+.venv/.installed: requirements.txt pyproject.toml | .venv/bin/python
+	@echo "Installing into .venv; the first time this takes a few minutes"
+	@$(PIP_INSTALL) -r requirements.txt
+	@$(PIP_INSTALL) --no-deps --editable .
+	@touch $@
+
+.venv/.bench .venv/.docs: .venv/.%: pyproject.toml | .venv/.installed
+	@echo "Installing what 'make $*' needs"
+	@$(PIP_INSTALL) --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,59 @@
+"""Slipstream: the data plane of a robot-learning training loop.
+
+Public names are importable from here and load on first use, so that ``import slipstream`` stays instant and needs
+neither torch nor NumPy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.errors import BackgroundError as BackgroundError
+    from slipstream.errors import CodecError as CodecError
+    from slipstream.errors import CorruptFileError as CorruptFileError
+    from slipstream.errors import DiskFullError as DiskFullError
+    from slipstream.errors import FormatVersionError as FormatVersionError
+    from slipstream.errors import JobSkippedError as JobSkippedError
+    from slipstream.errors import MissingEntryError as MissingEntryError
+    from slipstream.errors import QueueFullError as QueueFullError
+    from slipstream.errors import SlipstreamError as SlipstreamError
+    from slipstream.errors import UnsupportedDtypeError as UnsupportedDtypeError
+    from slipstream.errors import WriteError as WriteError
+    from slipstream.store.container import Container as Container
+    from slipstream.store.container import write_container as write_container
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "slipstream.errors": (
+        "BackgroundError",
+        "CodecError",
+        "CorruptFileError",
+        "DiskFullError",
+        "FormatVersionError",
+        "JobSkippedError",
+        "MissingEntryError",
+        "QueueFullError",
+        "SlipstreamError",
+        "UnsupportedDtypeError",
+        "WriteError",
+    ),
+    "slipstream.store.container": ("Container", "write_container"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604 - a test compares it with the imports above
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,192 @@
+"""The `planes` codec: byte planes of the element type, each coded on its own.
+
+A float is sign, exponent and mantissa. Its exponent is nearly free, its mantissa is noise. Per block of 1 MiB:
+
+1. *rotate* (floats): the sign moves to the bottom, so that the exponent starts at the top bit;
+2. *rebase*: the smallest exponent in use is subtracted from all; zeros and denormals keep exponent 0;
+3. *shift*: the leading zero bits that leaves are shifted out, so that the top byte holds the few exponent bits in use
+   **and** the leading mantissa bits, whose slight skew an entropy coder can then use;
+4. *split* into byte planes, each stored, constant or entropy-coded.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from slipstream.codecs.base import Layout, WordCodec
+from slipstream.codecs.entropy import check_level, pack_plane, unpack_plane
+from slipstream.codecs.words import Words, rotate_left, rotate_right, scratch
+from slipstream.errors import CodecError
+
+BLOCK_BYTES = 1 << 20
+
+_BLOCK_HEADER = struct.Struct("<BBB")
+_PLANE_HEADER = struct.Struct("<I")
+_ROTATED, _KEEPS_ZERO = 1, 2
+
+
+@dataclass(frozen=True)
+class PlaneSettings:
+    """Settings shared by the codecs that end in byte planes.
+
+    Args:
+        level: zstd level for planes in which matches pay, 1 to 22.
+        floating: Whether words are floats; by default told from the dtype. Set it for bfloat16 kept as uint16.
+    """
+
+    level: int = 3
+    floating: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_level(self.level)
+        if self.floating not in (None, True, False):
+            raise CodecError(f"floating is {self.floating!r}, expected true, false or null")
+
+
+class PlaneCodec(PlaneSettings, WordCodec):
+    """Base of the codecs that end in byte planes."""
+
+    def _is_floating(self, layout: Layout) -> bool:
+        return layout.floating if self.floating is None else self.floating
+
+
+@dataclass(frozen=True)
+class Planes(PlaneCodec):
+    """Byte planes, each entropy-coded or stored: the codec for weights, optimizer state and other floats."""
+
+    name: ClassVar[str] = "planes"
+
+    def _encode(self, words: Words, layout: Layout, reference: Words | None) -> bytes:
+        floating = self._is_floating(layout)
+        return b"".join(pack_words(words, rotate=floating, squeeze=floating, level=self.level))
+
+    def _decode(self, payload: memoryview, out: Words, layout: Layout, reference: Words | None) -> None:
+        expect_end(payload, unpack_words(payload, out))
+
+
+def expect_end(payload: memoryview, used: int) -> None:
+    """Raise `CodecError` unless decoding used up the whole payload."""
+    if used != len(payload):
+        raise CodecError(f"payload holds {len(payload)} bytes, {len(payload) - used} more than its content needs")
+
+
+def pack_words(words: Words, *, rotate: bool, squeeze: bool, level: int) -> list[bytes]:
+    """Pack words block by block.
+
+    Args:
+        words: The words.
+        rotate: Move the top bit to the bottom first.
+        squeeze: Rebase and shift, which suits floats and differences; integers may carry meaning in their bytes.
+        level: zstd level.
+
+    Returns:
+        Pieces to be joined.
+    """
+    step = BLOCK_BYTES // words.dtype.itemsize
+    pieces: list[bytes] = []
+    for start in range(0, words.size, step):
+        _pack_block(words[start : start + step], rotate, squeeze, level, pieces)
+    return pieces
+
+
+def unpack_words(payload: memoryview, out: Words) -> int:
+    """Fill `out` from the front of `payload`; returns how many bytes that took."""
+    step = BLOCK_BYTES // out.dtype.itemsize
+    position = 0
+    for start in range(0, out.size, step):
+        position = _unpack_block(payload, position, out[start : start + step])
+    return position
+
+
+def _pack_block(words: Words, rotate: bool, squeeze: bool, level: int, pieces: list[bytes]) -> None:
+    width = words.dtype.itemsize
+    flags = base = shift = 0
+    if width > 1 and (rotate or squeeze):
+        work = scratch("work", words.size, words.dtype)
+        if rotate:
+            flags |= _ROTATED
+            rotate_left(words, work)
+        else:
+            np.copyto(work, words)
+        if squeeze:
+            base, keeps_zero = _rebase(work)
+            flags |= _KEEPS_ZERO if keeps_zero else 0
+            shift = (8 * width - int(work.max()).bit_length()) % (8 * width)
+            if shift:
+                np.left_shift(work, shift, out=work)
+        words = work
+    pieces.append(_BLOCK_HEADER.pack(flags, base, shift))
+    plane = scratch("plane", words.size, np.dtype(np.uint8))
+    shifted = scratch("carry", words.size, words.dtype)
+    for index in range(width):
+        if width == 1:
+            plane = words
+        else:
+            np.right_shift(words, 8 * index, out=shifted)
+            np.copyto(plane, shifted, casting="unsafe")
+        kind, packed = pack_plane(plane, level)
+        pieces += (_PLANE_HEADER.pack(kind << 24 | len(packed)), packed)
+
+
+def _rebase(work: Words) -> tuple[int, bool]:
+    """Subtract the smallest top byte in place; returns it, and whether words with a zero top byte were left alone."""
+    top_shift = 8 * work.dtype.itemsize - 8
+    tops_wide = scratch("carry", work.size, work.dtype)
+    np.right_shift(work, top_shift, out=tops_wide)
+    tops = scratch("plane", work.size, np.dtype(np.uint8))
+    np.copyto(tops, tops_wide, casting="unsafe")
+    base = int(tops.min())
+    if base:
+        np.subtract(work, base << top_shift, out=work)
+        return base, False
+    np.subtract(tops, 1, out=tops)  # zero wraps round to 255, so that the minimum is over the others
+    base = int(tops.min())
+    if base in (0, 255):
+        return 0, False
+    np.minimum(tops_wide, 1, out=tops_wide)
+    np.multiply(tops_wide, base << top_shift, out=tops_wide)
+    np.subtract(work, tops_wide, out=work)
+    return base, True
+
+
+def _unpack_block(payload: memoryview, position: int, out: Words) -> int:
+    width = out.dtype.itemsize
+    end = position + _BLOCK_HEADER.size
+    if end > len(payload):
+        raise CodecError(f"payload of {len(payload)} bytes ends inside a block header")
+    flags, base, shift = _BLOCK_HEADER.unpack(payload[position:end])
+    if shift >= 8 * width or flags & ~(_ROTATED | _KEEPS_ZERO):
+        raise CodecError(f"block header has flags {flags} and shift {shift}, which this codec does not write")
+    columns = out.view(np.uint8).reshape(-1, width)
+    for index in range(width):
+        position, end = end, end + _PLANE_HEADER.size
+        if end > len(payload):
+            raise CodecError(f"payload of {len(payload)} bytes ends inside a plane header")
+        (tag,) = _PLANE_HEADER.unpack(payload[position:end])
+        position, end = end, end + (tag & 0xFFFFFF)
+        if end > len(payload):
+            raise CodecError(f"payload of {len(payload)} bytes ends inside a plane")
+        columns[:, index] = unpack_plane(tag >> 24, payload[position:end], out.size)
+    _restore(out, flags, base, shift)
+    return end
+
+
+def _restore(out: Words, flags: int, base: int, shift: int) -> None:
+    """Undo shift, rebase and rotate in place."""
+    top_shift = 8 * out.dtype.itemsize - 8
+    if shift:
+        np.right_shift(out, shift, out=out)
+    if base and flags & _KEEPS_ZERO:
+        tops = scratch("carry", out.size, out.dtype)
+        np.right_shift(out, top_shift, out=tops)
+        np.minimum(tops, 1, out=tops)
+        np.multiply(tops, base << top_shift, out=tops)
+        np.add(out, tops, out=out)
+    elif base:
+        np.add(out, base << top_shift, out=out)
+    if flags & _ROTATED:
+        rotate_right(out, out)

@@ -1,0 +1,145 @@
+"""The `timewise` codec: arrays of shape ``[environment, time, ...]`` that change slowly in time.
+
+Each step is differenced with the one before it (XOR of bits, or difference of ordered integers, or not at all: what
+packs a sample best), time is made the innermost axis so that quiet channels become runs, and the result goes to byte
+planes. Work proceeds in tiles of about 1 MiB: several whole environments, or a stretch of time of a single one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from slipstream.codecs.base import Layout
+from slipstream.codecs.planes import BLOCK_BYTES, PlaneCodec, expect_end, pack_words, unpack_words
+from slipstream.codecs.words import Words, flip_negative, scratch, unzigzag, zigzag
+from slipstream.errors import CodecError
+
+_PLAIN, _XOR, _ORDERED = 0, 1, 2
+_FLOATING = 4
+_SAMPLE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Timewise(PlaneCodec):
+    """Differences between neighbours in time, time innermost, then byte planes.
+
+    The first axis is the environment, the second is time; an array of fewer axes is one environment.
+    """
+
+    name: ClassVar[str] = "timewise"
+
+    def _encode(self, words: Words, layout: Layout, reference: Words | None) -> bytes:
+        if not words.size:
+            return b""
+        series = words.reshape(_series_shape(layout.shape, words.size))
+        floating = self._is_floating(layout)
+        mode = _best_mode(series, floating, self.level)
+        pieces = [bytes([mode | (_FLOATING if floating else 0)])]
+        for tile in _tiles(series.shape, BLOCK_BYTES // words.dtype.itemsize):
+            pieces += _pack_tile(series[tile], mode, floating, self.level)
+        return b"".join(pieces)
+
+    def _decode(self, payload: memoryview, out: Words, layout: Layout, reference: Words | None) -> None:
+        used = 0
+        if out.size:
+            if not payload or payload[0] & ~_FLOATING > _ORDERED:
+                raise CodecError("timewise payload starts with a mode that this codec does not write")
+            mode, floating = payload[0] & ~_FLOATING, bool(payload[0] & _FLOATING)
+            used = 1
+            series = out.reshape(_series_shape(layout.shape, out.size))
+            for tile in _tiles(series.shape, BLOCK_BYTES // out.dtype.itemsize):
+                used += _unpack_tile(payload[used:], series[tile], mode, floating)
+        expect_end(payload, used)
+
+
+def _series_shape(shape: tuple[int, ...], words: int) -> tuple[int, int, int]:
+    """Fold a shape into (environments, steps, words per step); a complex number is two words."""
+    environments, steps = shape[:2] if len(shape) > 1 else (1, math.prod(shape))
+    return environments, steps, words // (environments * steps)
+
+
+def _tiles(shape: tuple[int, ...], words: int) -> Iterator[tuple[slice, slice]]:
+    """Cut a series into contiguous tiles of at most `words` words, or of one step where a step is larger."""
+    environments, steps, width = shape
+    group = words // (steps * width)
+    if group >= 1:
+        for start in range(0, environments, group):
+            yield slice(start, start + group), slice(0, steps)
+        return
+    stretch = max(1, words // width)
+    for environment in range(environments):
+        for start in range(0, steps, stretch):
+            yield slice(environment, environment + 1), slice(start, start + stretch)
+
+
+def _best_mode(series: Words, floating: bool, level: int) -> int:
+    tiles = list(_tiles(series.shape, _SAMPLE_BYTES // series.dtype.itemsize))
+    sample = series[tiles[len(tiles) // 2]]
+    if sample.shape[1] == 1:
+        return _PLAIN
+    sizes = {mode: sum(map(len, _pack_tile(sample, mode, floating, level))) for mode in (_XOR, _ORDERED, _PLAIN)}
+    return min(sizes, key=sizes.__getitem__)
+
+
+def _pack_tile(tile: Words, mode: int, floating: bool, level: int) -> list[bytes]:
+    """Pack a contiguous tile: its first step as it is, then all later ones with time innermost."""
+    first = scratch("first", tile[:, 0].size, tile.dtype)
+    np.copyto(first.reshape(tile[:, 0].shape), tile[:, 0])
+    pieces = pack_words(first, rotate=floating, squeeze=floating, level=level)
+    environments, steps, width = tile.shape
+    if steps == 1:
+        return pieces
+    later = tile[:, 1:]
+    if mode != _PLAIN:
+        steps_apart = scratch("mine", later.size, tile.dtype)
+        _differences(tile, mode, floating, steps_apart.reshape(later.shape))
+        later = steps_apart.reshape(later.shape)
+    moved = scratch("other", later.size, tile.dtype)
+    np.copyto(moved.reshape(environments, width, steps - 1), later.transpose(0, 2, 1))
+    plain_floats = floating and mode == _PLAIN
+    return pieces + pack_words(moved, rotate=plain_floats, squeeze=plain_floats or mode == _ORDERED, level=level)
+
+
+def _differences(tile: Words, mode: int, floating: bool, out: Words) -> None:
+    if mode == _XOR:
+        np.bitwise_xor(tile[:, 1:], tile[:, :-1], out=out)
+        return
+    if floating:
+        ordered = scratch("other", tile.size, tile.dtype)
+        flip_negative(tile.reshape(-1), ordered)
+        tile = ordered.reshape(tile.shape)
+    np.subtract(tile[:, 1:], tile[:, :-1], out=out)
+    zigzag(out.reshape(-1), out.reshape(-1))
+
+
+def _unpack_tile(payload: memoryview, tile: Words, mode: int, floating: bool) -> int:
+    environments, steps, width = tile.shape
+    first = scratch("first", environments * width, tile.dtype)
+    used = unpack_words(payload, first)
+    start = first.reshape(environments, width)
+    if steps == 1:
+        tile[:, 0] = start
+        return used
+    moved = scratch("other", environments * width * (steps - 1), tile.dtype)
+    used += unpack_words(payload[used:], moved)
+    channels = moved.reshape(environments, width, steps - 1)
+    if mode == _PLAIN:
+        tile[:, 1:] = channels.transpose(0, 2, 1)
+    elif mode == _XOR:
+        np.bitwise_xor.accumulate(channels, axis=2, dtype=tile.dtype, out=channels)
+        np.bitwise_xor(channels.transpose(0, 2, 1), start[:, None], out=tile[:, 1:])
+    else:
+        unzigzag(moved, moved)
+        np.add.accumulate(channels, axis=2, dtype=tile.dtype, out=channels)
+        if floating:
+            flip_negative(first, first)
+        np.add(channels.transpose(0, 2, 1), start[:, None], out=tile[:, 1:])
+    tile[:, 0] = start
+    if mode == _ORDERED and floating:
+        flip_negative(tile.reshape(-1), tile.reshape(-1))
+    return used

@@ -1,0 +1,84 @@
+"""Every exception that Slipstream raises, in one tree.
+
+::
+
+    SlipstreamError
+    ├── CorruptFileError      (ValueError)    a file is damaged, cut off, or not ours
+    ├── FormatVersionError    (ValueError)    a file needs a newer Slipstream
+    ├── MissingEntryError     (KeyError)      a file has no entry of that name
+    ├── CodecError            (ValueError)    a payload cannot be decoded, or a codec is misconfigured
+    ├── UnsupportedDtypeError (TypeError)     an array whose elements are not plain numbers
+    ├── WriteError            (OSError)       a write failed; the previous file is untouched
+    │   └── DiskFullError                     ... because there was no space left
+    ├── QueueFullError        (RuntimeError)  the background queue is full and its policy is ``raise``
+    ├── JobSkippedError       (RuntimeError)  a queued job gave way to a newer one (``skip_oldest``)
+    └── BackgroundError       (RuntimeError)  an earlier background job failed; see ``__cause__``
+
+Each also derives from the builtin a caller would reach for, so ``except ValueError`` or ``except OSError`` work.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackgroundError",
+    "CodecError",
+    "CorruptFileError",
+    "DiskFullError",
+    "FormatVersionError",
+    "JobSkippedError",
+    "MissingEntryError",
+    "QueueFullError",
+    "SlipstreamError",
+    "UnsupportedDtypeError",
+    "WriteError",
+]
+
+
+class SlipstreamError(Exception):
+    """Base of every error that Slipstream raises on purpose."""
+
+
+class CorruptFileError(SlipstreamError, ValueError):
+    """A file is damaged, cut off, hostile, or not a Slipstream file at all."""
+
+
+class FormatVersionError(SlipstreamError, ValueError):
+    """A file was written in a format, or with a codec, that this release does not know."""
+
+
+class MissingEntryError(SlipstreamError, KeyError):
+    """A file is sound but holds no entry of the requested name."""
+
+    # KeyError shows the repr of its argument; a sentence should be shown as a sentence.
+    __str__ = Exception.__str__
+
+
+class CodecError(SlipstreamError, ValueError):
+    """A payload cannot be decoded, or a codec was given settings it does not have."""
+
+
+class UnsupportedDtypeError(SlipstreamError, TypeError):
+    """An array holds something other than bools, integers, floats or complex numbers."""
+
+
+class WriteError(SlipstreamError, OSError):
+    """A write failed; nothing was left behind and the previous file, if any, is untouched."""
+
+    def __str__(self) -> str:
+        return str(self.strerror or super().__str__())  # OSError would put "[Errno 28] " before the sentence
+
+
+class DiskFullError(WriteError):
+    """A write failed because the disk, a quota or a file-size limit was exhausted."""
+
+
+class QueueFullError(SlipstreamError, RuntimeError):
+    """The background queue is full and its policy is to raise."""
+
+
+class JobSkippedError(SlipstreamError, RuntimeError):
+    """A queued job was dropped to make room for a newer one."""
+
+
+class BackgroundError(SlipstreamError, RuntimeError):
+    """An earlier background job failed and nobody had asked for its result; ``__cause__`` is the failure."""

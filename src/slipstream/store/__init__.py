@@ -1,0 +1,20 @@
+"""Files that are whole or absent, checked on every read, and written in the background."""
+
+from __future__ import annotations
+
+from slipstream.store.atomic import atomic_write, sweep
+from slipstream.store.container import Container, ContainerWriter, write_container
+from slipstream.store.index import Chunk, Entry
+from slipstream.store.worker import Handle, Worker
+
+__all__ = [
+    "Chunk",
+    "Container",
+    "ContainerWriter",
+    "Entry",
+    "Handle",
+    "Worker",
+    "atomic_write",
+    "sweep",
+    "write_container",
+]

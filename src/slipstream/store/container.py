@@ -1,0 +1,421 @@
+"""One file, many named arrays and small JSON values: written in one pass, verified on every read.
+
+Layout, byte by byte in ``docs/formats/container.md``: a header, the encoded chunks, a JSON index, a footer. The index
+comes last so that writing streams, and so that a file which was cut off is known by its missing footer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from slipstream import __version__
+from slipstream.codecs import Auto, Codec, Raw, parallel_map, part_shape
+from slipstream.codecs.words import scratch, word_dtype
+from slipstream.errors import CodecError, CorruptFileError, FormatVersionError, MissingEntryError
+from slipstream.store.atomic import atomic_write
+from slipstream.store.index import MAX_CHUNK_BYTES, MAX_INDEX_BYTES, Chunk, Entry, Grid, Index
+
+MAGIC = b"\x89SLIP\r\n\x1a"
+END_MAGIC = b"\x1a\n\rPILS\x89"
+VERSION = 1
+DEFAULT_CHUNK_BYTES = 1 << 20
+
+_HEADER = struct.Struct("<8sII")
+_FOOTER = struct.Struct("<QQQQ8s")
+_BYTES = np.dtype(np.uint8)
+
+
+class ContainerWriter:
+    """Adds arrays and values to a container that is being written; made by `write_container`."""
+
+    def __init__(self, file: BinaryIO, kind: str, chunk_bytes: int, threads: int | None) -> None:
+        self._file = file
+        self._kind = kind
+        self._chunk_bytes = chunk_bytes
+        self._threads = threads
+        self._entries: dict[str, Entry] = {}
+        self._values: dict[str, Any] = {}
+        self._header = _HEADER.pack(MAGIC, VERSION, 0)
+        self._file.write(self._header)
+        self._position = len(self._header)
+
+    def add(
+        self, name: str, array: NDArray[Any], codec: Codec | None = None, reference: NDArray[Any] | None = None
+    ) -> Entry:
+        """Encode `array` and write it under `name`; blocks until its bytes are handed to the operating system.
+
+        Chunks are encoded in parallel; besides the array itself, memory holds a few chunks only.
+
+        Args:
+            name: Unique in the file.
+            array: Bools, integers, floats or complex numbers of any shape.
+            codec: How to pack it; by default what packs a sample of it best.
+            reference: For `Difference`: the array to subtract, which reading will need again.
+
+        Raises:
+            ValueError: If the name is taken.
+            UnsupportedDtypeError: If the elements are not plain numbers.
+        """
+        if name in self._entries:
+            raise ValueError(f"the container has an entry {name!r} already")
+        array = np.asarray(array)
+        word_dtype(array.dtype)
+        if codec is None or isinstance(codec, Auto):
+            codec = (codec or Auto()).choose(array, reference)
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        grid = Grid(array.shape, part_shape(array.shape, array.dtype.itemsize, self._chunk_bytes))
+        flat, flat_reference = array.reshape(-1), None if reference is None else reference.reshape(-1)
+
+        def encode(number: int) -> tuple[bytes, int]:
+            start, shape = grid.part(number)
+            part = slice(start, start + math.prod(shape))
+            other = None if flat_reference is None else flat_reference[part].reshape(shape)
+            payload = codec.encode(flat[part].reshape(shape), other)
+            return payload, xxhash.xxh3_64_intdigest(payload)
+
+        chunks = []
+        for payload, checksum in parallel_map(encode, range(grid.count()), self._threads):
+            self._file.write(payload)
+            chunks.append(Chunk(self._position, len(payload), checksum))
+            self._position += len(payload)
+        entry = Entry(name, array.dtype, grid, codec, tuple(chunks))
+        self._entries[name] = entry
+        return entry
+
+    def set(self, name: str, value: Any) -> None:
+        """Keep a small JSON value (numbers, strings, lists, dicts with string keys) under `name`, in the index."""
+        self._values[name] = value
+
+    def finish(self) -> None:
+        """Write index and footer; `write_container` calls it."""
+        text = Index(self._kind, f"slipstream {__version__}", self._entries, self._values).to_json()
+        if len(text) > MAX_INDEX_BYTES:
+            raise ValueError(f"the container's index is {len(text)} bytes, at most {MAX_INDEX_BYTES} are allowed")
+        self._file.write(text)
+        self._file.write(_footer(self._header, self._position, text))
+
+
+def _footer(header: bytes, index_offset: int, index: bytes) -> bytes:
+    fields = struct.pack("<QQQ", index_offset, len(index), xxhash.xxh3_64_intdigest(index))
+    return fields + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(header + fields), END_MAGIC)
+
+
+@contextlib.contextmanager
+def write_container(
+    path: str | os.PathLike[str],
+    *,
+    kind: str = "container",
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    threads: int | None = None,
+) -> Iterator[ContainerWriter]:
+    """Write a container: it appears at `path`, complete and durable, when the block ends without an error.
+
+    An older file at `path` is replaced then and not before; see `atomic_write`.
+
+    Args:
+        path: The file to create or replace.
+        kind: What the file is, for people and tools, such as ``checkpoint``.
+        chunk_bytes: How much of an array one chunk holds before encoding: the least that can be read alone.
+        threads: How many threads encode; by default one per core.
+
+    Raises:
+        WriteError: If the file cannot be written, `DiskFullError` among them.
+
+    Example:
+        >>> import numpy as np
+        >>> with write_container("/tmp/slipstream-doc/a.slip") as writer:
+        ...     _ = writer.add("weights", np.arange(6.0).reshape(2, 3))
+        ...     writer.set("step", 7)
+        >>> with Container("/tmp/slipstream-doc/a.slip") as container:
+        ...     print(container.values["step"], container.read("weights").sum())
+        7 15.0
+    """
+    if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES:
+        raise ValueError(f"chunk_bytes is {chunk_bytes}, expected 1 to {MAX_CHUNK_BYTES}")
+    with atomic_write(path) as file:
+        writer = ContainerWriter(file, kind, chunk_bytes, threads)
+        yield writer
+        writer.finish()
+
+
+class Container:
+    """Reads a container file; opening reads the index only.
+
+    May be shared by threads, and by forked processes: reads name their position and share no cursor. Pickling it sends
+    the path, and the receiver opens the file anew. The file is never mapped into memory, so that damage or truncation
+    under our feet is an error and not a crash.
+
+    Args:
+        path: The file.
+        max_entry_bytes: Refuse to decode more than this at once; by default the memory of this machine.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CorruptFileError: If it is damaged, cut off, or not a container.
+        FormatVersionError: If a newer release wrote it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, max_entry_bytes: int | None = None) -> None:
+        self.path = Path(path)
+        self._max_entry_bytes = max_entry_bytes
+        self._descriptor: int | None = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            with self._naming_file():
+                self._index = self._read_index()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def kind(self) -> str:
+        """What its writer said the file is."""
+        return self._index.kind
+
+    @property
+    def written_by(self) -> str:
+        """Name and version of the program that wrote the file."""
+        return self._index.written_by
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """The arrays in the file by name, in the order they were written."""
+        return dict(self._index.entries)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The JSON values in the file by name."""
+        return dict(self._index.values)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole file."""
+        return self._file_bytes
+
+    def read(
+        self,
+        name: str,
+        rows: slice | None = None,
+        *,
+        reference: NDArray[Any] | None = None,
+        out: NDArray[Any] | None = None,
+        threads: int | None = None,
+    ) -> NDArray[Any]:
+        """Read one array, or some rows of it; only the chunks that hold them are read, checked and decoded.
+
+        Args:
+            name: The entry.
+            rows: A slice of the first axis, with step 1; all by default.
+            reference: The array that was given to the writer, of the whole entry's shape, for `Difference`.
+            out: Contiguous memory of the right dtype and shape to read into; allocated if absent.
+            threads: How many threads decode; by default one per core.
+
+        Raises:
+            MissingEntryError: If there is no such entry.
+            CorruptFileError: If a chunk does not match its checksum or cannot be decoded.
+        """
+        entry = self._entry(name)
+        first, last = 0, math.prod(entry.shape)
+        shape = entry.shape
+        if rows is not None:
+            if not shape or rows.step not in (None, 1):
+                raise ValueError(f"cannot read {rows} of entry {name!r}, which has shape {list(shape)}")
+            start, stop, _ = rows.indices(shape[0])
+            row = math.prod(shape[1:])
+            first, last = start * row, max(start, stop) * row
+            shape = (max(0, stop - start), *shape[1:])
+        out = self._allocate(entry, shape, out)
+        flat, flat_reference = out.reshape(-1), None if reference is None else reference.reshape(-1)
+
+        numbers = range(entry.grid.number_of(first), entry.grid.number_of(last - 1) + 1) if first < last else range(0)
+
+        def decode(number: int) -> None:
+            start, part = entry.grid.part(number)
+            stop = start + math.prod(part)
+            other = None if flat_reference is None else flat_reference[start:stop].reshape(part)
+            if first <= start and stop <= last:
+                self._decode(entry, number, part, other, flat[start - first : stop - first].reshape(part))
+            else:
+                whole = self._decode(entry, number, part, other, None).reshape(-1)
+                begin, end = max(first, start), min(last, stop)
+                flat[begin - first : end - first] = whole[begin - start : end - start]
+
+        for _ in parallel_map(decode, numbers, threads):
+            pass
+        return out
+
+    def find_damage(self, threads: int | None = None) -> Iterator[CorruptFileError | None]:
+        """Read, check and decode every chunk; yields the damage of each, or None where it is sound.
+
+        Arrays stored as a difference are checked by their checksum only, for lack of the reference.
+        """
+        chunks = [(entry, number) for entry in self._index.entries.values() for number in range(len(entry.chunks))]
+
+        def check(item: tuple[Entry, int]) -> CorruptFileError | None:
+            entry, number = item
+            try:
+                if entry.codec.needs_reference:
+                    self._read_chunk(entry, number)
+                else:
+                    self._decode(entry, number, entry.grid.part(number)[1], None, None)
+            except CorruptFileError as error:
+                return error
+            return None
+
+        return parallel_map(check, chunks, threads)
+
+    def close(self) -> None:
+        """Close the file; reading after that is an error. Closing twice is not."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", None) is not None:
+            self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.path, self._max_entry_bytes)
+
+    def _entry(self, name: str) -> Entry:
+        try:
+            return self._index.entries[name]
+        except KeyError:
+            close = difflib.get_close_matches(name, self._index.entries, n=3) or list(self._index.entries)[:3]
+            hint = f"; it has {', '.join(map(repr, close))}" if close else "; it has none"
+            raise MissingEntryError(f"{self.path}: no entry {name!r} among {len(self._index.entries)}{hint}") from None
+
+    def _allocate(self, entry: Entry, shape: tuple[int, ...], out: NDArray[Any] | None) -> NDArray[Any]:
+        if out is not None:
+            if out.dtype != entry.dtype or out.shape != shape or not out.flags.c_contiguous:
+                raise ValueError(
+                    f"out is {out.dtype}{list(out.shape)}, entry {entry.name!r} needs contiguous "
+                    f"{entry.dtype}{list(shape)}"
+                )
+            return out
+        limit = _machine_bytes() if self._max_entry_bytes is None else self._max_entry_bytes
+        needed = math.prod(shape) * entry.dtype.itemsize
+        if needed > limit:
+            raise CorruptFileError(
+                f"{self.path}: entry {entry.name!r} claims {needed} bytes, more than the limit of {limit}; "
+                "read it in slices, or raise max_entry_bytes if you trust the file"
+            )
+        return np.empty(shape, entry.dtype)
+
+    def _decode(
+        self,
+        entry: Entry,
+        number: int,
+        shape: tuple[int, ...],
+        reference: NDArray[Any] | None,
+        out: NDArray[Any] | None,
+    ) -> NDArray[Any]:
+        if isinstance(entry.codec, Raw) and out is not None and out.nbytes == entry.chunks[number].length:
+            self._read_chunk(entry, number, out.reshape(-1).view(np.uint8))
+            return out
+        payload = self._read_chunk(entry, number)
+        try:
+            return entry.codec.decode(payload, entry.dtype, shape, reference, out)
+        except CodecError as error:
+            if reference is None and entry.codec.needs_reference:
+                raise
+            raise self._damage(entry, number, str(error)) from error
+
+    def _read_chunk(self, entry: Entry, number: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """Read one chunk and compare it with its checksum; the memory is this thread's until its next read."""
+        chunk = entry.chunks[number]
+        target = scratch("chunk", chunk.length, _BYTES) if out is None else out
+        if self._pread_into(target, chunk.offset) != chunk.length:
+            raise self._damage(entry, number, "the file ends before it, and was longer when it was opened")
+        if xxhash.xxh3_64_intdigest(target.data) != chunk.checksum:
+            raise self._damage(entry, number, "its bytes do not match their checksum")
+        return target
+
+    def _damage(self, entry: Entry, number: int, reason: str) -> CorruptFileError:
+        return CorruptFileError(
+            f"{self.path}: entry {entry.name!r} is damaged in chunk {number + 1} of {len(entry.chunks)}: {reason}"
+        )
+
+    def _pread_into(self, target: NDArray[np.uint8], offset: int) -> int:
+        if self._descriptor is None:
+            raise ValueError(f"{self.path}: the container is closed")
+        view = target.data
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def _pread(self, length: int, offset: int) -> bytes:
+        target = np.empty(length, np.uint8)
+        if self._pread_into(target, offset) != length:
+            raise CorruptFileError("the file is cut off")
+        return target.tobytes()
+
+    def _read_index(self) -> Index:
+        assert self._descriptor is not None  # noqa: S101
+        status = os.fstat(self._descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise CorruptFileError("is a folder, expected a file")
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptFileError("is not a regular file")
+        self._file_bytes = size = status.st_size
+        header = self._pread(min(_HEADER.size, size), 0)
+        if header[: len(MAGIC)] != MAGIC:
+            raise CorruptFileError("is not a Slipstream container" if header else "is empty")
+        if size < _HEADER.size + _FOOTER.size:
+            raise CorruptFileError("the file is cut off")
+        _, version, reserved = _HEADER.unpack(header)
+        if version != VERSION:
+            raise FormatVersionError(f"has format version {version}, this release reads version {VERSION}")
+        footer = self._pread(_FOOTER.size, size - _FOOTER.size)
+        offset, length, checksum, footer_checksum, magic = _FOOTER.unpack(footer)
+        if magic != END_MAGIC:
+            raise CorruptFileError("the file is cut off, or was added to: its footer is not at its end")
+        if reserved or xxhash.xxh3_64_intdigest(header + footer[:24]) != footer_checksum:
+            raise CorruptFileError("header or footer do not match their checksum")
+        if offset < _HEADER.size or offset + length + _FOOTER.size != size or length > MAX_INDEX_BYTES:
+            raise CorruptFileError("the footer does not fit the file")
+        text = self._pread(length, offset)
+        if xxhash.xxh3_64_intdigest(text) != checksum:
+            raise CorruptFileError("the index does not match its checksum")
+        return Index.parse(text, _HEADER.size, offset)
+
+    @contextlib.contextmanager
+    def _naming_file(self) -> Iterator[None]:
+        try:
+            yield
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{self.path}: {error}") from error.__cause__
+        except FormatVersionError as error:
+            raise FormatVersionError(f"{self.path}: {error}") from error.__cause__
+
+
+def _reopen(path: Path, max_entry_bytes: int | None) -> Container:
+    return Container(path, max_entry_bytes=max_entry_bytes)
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
