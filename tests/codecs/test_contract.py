@@ -12,7 +12,9 @@ from hypothesis.extra import numpy as hnp
 from slipstream.codecs import CODECS, Auto, Codec, Difference, Lz4, Planes, Timewise, Zstd, codec_from_header
 from slipstream.errors import CodecError, FormatVersionError, UnsupportedDtypeError
 
-DTYPES = [np.dtype(name) for name in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")]
+DTYPES = [
+    np.dtype(name) for name in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+]
 BIG_ENDIAN = [dtype.newbyteorder(">") for dtype in DTYPES if dtype.itemsize > 1]
 SETTINGS: list[Codec] = [
     *(codec() for codec in CODECS.values()),
@@ -26,7 +28,9 @@ SETTINGS: list[Codec] = [
 ]
 
 every_codec = pytest.mark.parametrize("codec", SETTINGS, ids=repr)
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+quick = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 @st.composite
@@ -133,7 +137,9 @@ def test_memory_that_does_not_fit_is_refused(codec: Codec, out):
 
 
 @every_codec
-@pytest.mark.parametrize("array", [np.array(["a"]), np.array([object()]), np.zeros(2, "V3"), np.zeros(2, np.longdouble)])
+@pytest.mark.parametrize(
+    "array", [np.array(["a"]), np.array([object()]), np.zeros(2, "V3"), np.zeros(2, np.longdouble)]
+)
 def test_arrays_that_are_not_numbers_are_refused_by_name(codec: Codec, array):
     with pytest.raises(UnsupportedDtypeError, match=r"cannot be stored"):
         codec.encode(array, array)

@@ -95,6 +95,11 @@ class ContainerWriter:
         self._entries[name] = entry
         return entry
 
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """What was added so far, by name."""
+        return dict(self._entries)
+
     def set(self, name: str, value: Any) -> None:
         """Keep a small JSON value (numbers, strings, lists, dicts with string keys) under `name`, in the index."""
         self._values[name] = value

@@ -21,6 +21,7 @@ Locks are reentrant throughout, because a signal handler may interrupt the main 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -142,7 +143,8 @@ class Worker:
         self._raise_failure()
         if self._closed:
             raise RuntimeError(f"{self.name}: the worker is closed and takes no more jobs")
-        job = _Job(self, Handle(), lambda: function(*args, **kwargs))
+        # A partial, not a lambda: a frame keeps its function alive, and so would a failure's traceback keep `args`.
+        job = _Job(self, Handle(), functools.partial(function, *args, **kwargs))
         if _background.must_run_inline():
             job.run()
             return job.handle
@@ -198,7 +200,7 @@ class Worker:
             self._failed.clear()
         if not unheard:
             return
-        cause = unheard[0].exception()
+        cause, *_ = [handle.exception() for handle in unheard]
         others = f" (and {len(unheard) - 1} more)" if len(unheard) > 1 else ""
         raise BackgroundError(f"{self.name}: an earlier job failed{others}: {cause}") from cause
 
