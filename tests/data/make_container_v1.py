@@ -32,6 +32,7 @@ def main() -> None:
         "flags": (np.array([[True, False], [False, True]]), Auto(), None),
         "big endian": (np.arange(5).astype(">i4"), Planes(), None),
         "scalar": (np.array(7, np.int8), Raw(), None),
+        "mostly zero": (np.where(rng.random((20, 9)) < 0.2, 1.5, 0.0), Planes(), None),
         "empty": (np.zeros((0, 4), np.float32), Planes(), None),
     }
     values = {"step": 1000, "metrics": {"reward": -12.5, "note": "日本"}, "list": [1, None, True]}

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import DiskFullError, WriteError
-from slipstream.store import atomic, atomic_write, sweep
+from slipstream.store import atomic_write, sweep
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -203,7 +204,7 @@ def test_the_first_write_of_a_process_into_a_folder_sweeps_it(tmp_path):
 
 def test_a_writer_whose_file_was_swept_before_it_was_locked_starts_again(tmp_path, monkeypatch):
     swept: list[Path] = []
-    lock = atomic.fcntl.flock
+    lock = fcntl.flock
 
     def sweep_first(descriptor: int, operation: int) -> None:
         if not swept:
@@ -211,7 +212,7 @@ def test_a_writer_whose_file_was_swept_before_it_was_locked_starts_again(tmp_pat
             swept[0].unlink()
         lock(descriptor, operation)
 
-    monkeypatch.setattr(atomic.fcntl, "flock", sweep_first)
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
     with atomic_write(tmp_path / "file") as file:
         file.write(b"survived")
     assert swept

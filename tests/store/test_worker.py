@@ -46,8 +46,13 @@ def fail(reason: str = "disk on fire") -> None:
 
 def test_jobs_run_in_order_and_hand_back_their_results():
     order: list[int] = []
+
+    def square(number: int) -> int:
+        order.append(number)
+        return number * number
+
     with Worker(max_queue_size=50) as worker:
-        handles = [worker.submit(lambda i=i: order.append(i) or i * i) for i in range(30)]
+        handles = [worker.submit(square, i) for i in range(30)]
     assert order == list(range(30))
     assert [handle.result() for handle in handles] == [i * i for i in range(30)]
     assert all(handle.done() and handle.wait() for handle in handles)

@@ -18,7 +18,7 @@ from slipstream.errors import CodecError
 
 STORED, FRAME, CONSTANT = 0, 1, 2
 
-_SAMPLE_BYTES = 8 << 10
+_SAMPLE_BYTES = 4 << 10
 _HUFFMAN_LEVEL = 0
 # A plane that shrinks by less than this is stored: decoding it would cost more than reading the bytes.
 _WORTHWHILE = 0.985
@@ -97,8 +97,8 @@ def pack_plane(plane: NDArray[np.uint8], level: int) -> tuple[int, bytes]:
     return STORED, plane.tobytes()
 
 
-def unpack_plane(kind: int, payload: memoryview, size: int) -> NDArray[np.uint8] | int:
-    """Undo `pack_plane`: the plane's bytes, or the one value that a constant plane repeats."""
+def unpack_plane(kind: int, payload: memoryview, size: int) -> NDArray[np.uint8]:
+    """Undo `pack_plane`: the plane's bytes, or a single byte that stands for all of them if it is constant."""
     if kind == STORED:
         if len(payload) != size:
             raise CodecError(f"stored plane holds {len(payload)} bytes, expected {size}")
@@ -106,7 +106,7 @@ def unpack_plane(kind: int, payload: memoryview, size: int) -> NDArray[np.uint8]
     if kind == FRAME:
         return np.frombuffer(decompress_zstd(payload, size), np.uint8)
     if kind == CONSTANT and len(payload) == 1:
-        return payload[0]
+        return np.frombuffer(payload, np.uint8)
     raise CodecError(f"plane of kind {kind} with {len(payload)} bytes is not one this codec writes")
 
 

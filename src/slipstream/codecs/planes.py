@@ -2,11 +2,12 @@
 
 A float is sign, exponent and mantissa. Its exponent is nearly free, its mantissa is noise. Per block of 1 MiB:
 
-1. *rotate* (floats): the sign moves to the bottom, so that the exponent starts at the top bit;
-2. *rebase*: the smallest exponent in use is subtracted from all; zeros and denormals keep exponent 0;
-3. *shift*: the leading zero bits that leaves are shifted out, so that the top byte holds the few exponent bits in use
+1. *drop zeros*: where a quarter of the words or more are zero, a bit mask tells which, and only the others go on;
+2. *rotate* (floats): the sign moves to the bottom, so that the exponent starts at the top bit;
+3. *rebase*: the smallest exponent in use is subtracted from all; zeros and denormals keep exponent 0;
+4. *shift*: the leading zero bits that leaves are shifted out, so that the top byte holds the few exponent bits in use
    **and** the leading mantissa bits, whose slight skew an entropy coder can then use;
-4. *split* into byte planes, each stored, constant or entropy-coded.
+5. *split* into byte planes, each stored, constant or entropy-coded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.codecs.base import Layout, WordCodec
 from slipstream.codecs.entropy import check_level, pack_plane, unpack_plane
@@ -26,7 +28,9 @@ BLOCK_BYTES = 1 << 20
 
 _BLOCK_HEADER = struct.Struct("<BBB")
 _PLANE_HEADER = struct.Struct("<I")
-_ROTATED, _KEEPS_ZERO = 1, 2
+_ROTATED, _KEEPS_ZERO, _SPARSE = 1, 2, 4
+_SPARSE_FROM = 0.25
+_BYTES = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class PlaneSettings:
         floating: Whether words are floats; by default told from the dtype. Set it for bfloat16 kept as uint16.
     """
 
-    level: int = 3
+    level: int = 1
     floating: bool | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +109,11 @@ def unpack_words(payload: memoryview, out: Words) -> int:
 def _pack_block(words: Words, rotate: bool, squeeze: bool, level: int, pieces: list[bytes]) -> None:
     width = words.dtype.itemsize
     flags = base = shift = 0
-    if width > 1 and (rotate or squeeze):
+    mask = words != 0
+    if words.size - np.count_nonzero(mask) >= _SPARSE_FROM * words.size:
+        flags |= _SPARSE
+        words = words[mask]
+    if width > 1 and (rotate or squeeze) and words.size:
         work = scratch("work", words.size, words.dtype)
         if rotate:
             flags |= _ROTATED
@@ -120,16 +128,22 @@ def _pack_block(words: Words, rotate: bool, squeeze: bool, level: int, pieces: l
                 np.left_shift(work, shift, out=work)
         words = work
     pieces.append(_BLOCK_HEADER.pack(flags, base, shift))
-    plane = scratch("plane", words.size, np.dtype(np.uint8))
+    if flags & _SPARSE:
+        _add_plane(np.packbits(mask), level, pieces)
+    if width == 1:
+        _add_plane(words, level, pieces)
+        return
+    plane = scratch("plane", words.size, _BYTES)
     shifted = scratch("carry", words.size, words.dtype)
     for index in range(width):
-        if width == 1:
-            plane = words
-        else:
-            np.right_shift(words, 8 * index, out=shifted)
-            np.copyto(plane, shifted, casting="unsafe")
-        kind, packed = pack_plane(plane, level)
-        pieces += (_PLANE_HEADER.pack(kind << 24 | len(packed)), packed)
+        np.right_shift(words, 8 * index, out=shifted)
+        np.copyto(plane, shifted, casting="unsafe")
+        _add_plane(plane, level, pieces)
+
+
+def _add_plane(plane: NDArray[np.uint8], level: int, pieces: list[bytes]) -> None:
+    kind, packed = pack_plane(plane, level)
+    pieces += (_PLANE_HEADER.pack(kind << 24 | len(packed)), packed)
 
 
 def _rebase(work: Words) -> tuple[int, bool]:
@@ -137,7 +151,7 @@ def _rebase(work: Words) -> tuple[int, bool]:
     top_shift = 8 * work.dtype.itemsize - 8
     tops_wide = scratch("carry", work.size, work.dtype)
     np.right_shift(work, top_shift, out=tops_wide)
-    tops = scratch("plane", work.size, np.dtype(np.uint8))
+    tops = scratch("plane", work.size, _BYTES)
     np.copyto(tops, tops_wide, casting="unsafe")
     base = int(tops.min())
     if base:
@@ -159,20 +173,33 @@ def _unpack_block(payload: memoryview, position: int, out: Words) -> int:
     if end > len(payload):
         raise CodecError(f"payload of {len(payload)} bytes ends inside a block header")
     flags, base, shift = _BLOCK_HEADER.unpack(payload[position:end])
-    if shift >= 8 * width or flags & ~(_ROTATED | _KEEPS_ZERO):
+    if shift >= 8 * width or flags & ~(_ROTATED | _KEEPS_ZERO | _SPARSE):
         raise CodecError(f"block header has flags {flags} and shift {shift}, which this codec does not write")
-    columns = out.view(np.uint8).reshape(-1, width)
+    words = out
+    if flags & _SPARSE:
+        bits, end = _next_plane(payload, end, -(-out.size // 8))
+        mask = np.unpackbits(np.broadcast_to(bits, -(-out.size // 8)), count=out.size).view(np.bool_)
+        words = scratch("work", int(np.count_nonzero(mask)), out.dtype)
+    columns = words.view(np.uint8).reshape(-1, width)
     for index in range(width):
-        position, end = end, end + _PLANE_HEADER.size
-        if end > len(payload):
-            raise CodecError(f"payload of {len(payload)} bytes ends inside a plane header")
-        (tag,) = _PLANE_HEADER.unpack(payload[position:end])
-        position, end = end, end + (tag & 0xFFFFFF)
-        if end > len(payload):
-            raise CodecError(f"payload of {len(payload)} bytes ends inside a plane")
-        columns[:, index] = unpack_plane(tag >> 24, payload[position:end], out.size)
-    _restore(out, flags, base, shift)
+        columns[:, index], end = _next_plane(payload, end, words.size)
+    _restore(words, flags, base, shift)
+    if flags & _SPARSE:
+        out.fill(0)
+        out[mask] = words
     return end
+
+
+def _next_plane(payload: memoryview, position: int, size: int) -> tuple[NDArray[np.uint8], int]:
+    """Return the plane at `position`, or its only value if it is constant, and where the next one starts."""
+    start = position + _PLANE_HEADER.size
+    if start > len(payload):
+        raise CodecError(f"payload of {len(payload)} bytes ends inside a plane header")
+    (tag,) = _PLANE_HEADER.unpack(payload[position:start])
+    end = start + (tag & 0xFFFFFF)
+    if end > len(payload):
+        raise CodecError(f"payload of {len(payload)} bytes ends inside a plane")
+    return unpack_plane(tag >> 24, payload[start:end], size), end
 
 
 def _restore(out: Words, flags: int, base: int, shift: int) -> None:

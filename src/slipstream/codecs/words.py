@@ -90,6 +90,10 @@ def _signed(words: Words) -> NDArray[Any]:
 def flip_negative(words: Words, out: Words) -> None:
     """Map float bits to two's-complement integers in the order of the floats; its own inverse."""
     bits = words.dtype.itemsize * 8
+    if not words.size or int(words.max()) >> (bits - 1) == 0:  # no negative number: one pass instead of three
+        if words is not out:
+            np.copyto(out, words)
+        return
     mask = scratch("carry", words.size, words.dtype)
     np.right_shift(_signed(words), bits - 1, out=_signed(mask))
     np.right_shift(mask, 1, out=mask)

@@ -1,0 +1,287 @@
+"""Codecs against their peers: ratio, and megabytes of input per CPU second, encoding and decoding, on one core.
+
+    python bench/codecs.py                              # print the tables
+    python bench/codecs.py --write docs/benchmarks.md   # and put them into the page, between its markers
+
+Every number of a table comes from one run. Times are CPU seconds of the whole process (so that a peer which uses
+several threads gains nothing by it), the best of a few repetitions. A codec that does not give back the same bytes is
+an error. A peer that is not installed is left out, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import functools
+import importlib.metadata
+import itertools
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import lz4.frame
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+
+from slipstream.codecs import Auto, Codec, Lz4, Planes, Timewise
+
+Array = NDArray[Any]
+PEERS = ("lz4", "zstandard", "blosc2", "pcodec", "zipnn", "openzl")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that packs an array."""
+
+    name: str
+    encode: Callable[[Array], Any]
+    decode: Callable[[Any, Array], Any]
+
+
+def ours(codec: Codec) -> Contender:
+    """Measure one of our codecs, decoding into memory that is there, as the container does."""
+    out: dict[str, Array] = {}
+
+    def decode(payload: bytes, array: Array) -> Array:
+        target = out.setdefault("out", np.empty_like(array))
+        return codec.decode(payload, array.dtype, array.shape, out=target)
+
+    return Contender(f"slipstream {codec.name}", codec.encode, decode)
+
+
+def byte_peers() -> list[Contender]:
+    """Return the peers that see bytes only."""
+    zstd_in, zstd_out = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
+    return [
+        *(
+            Contender(
+                f"lz4-{level}",
+                functools.partial(lz4.frame.compress, compression_level=level),
+                lambda payload, _: lz4.frame.decompress(payload),
+            )
+            for level in (0, 9)
+        ),
+        Contender(
+            "zstd-3", lambda array: zstd_in.compress(array.data), lambda payload, _: zstd_out.decompress(payload)
+        ),
+    ]
+
+
+def blosc2() -> Contender:
+    """Blosc2: byte shuffle and zstd, on one thread."""
+    import blosc2 as library  # noqa: PLC0415
+
+    library.set_nthreads(1)
+    options = {"codec": library.Codec.ZSTD, "clevel": 5, "nthreads": 1}
+    return Contender(
+        "blosc2 shuffle+zstd",
+        lambda array: library.compress2(
+            array, typesize=array.itemsize, filters=[library.Filter.SHUFFLE], filters_meta=[0], **options
+        ),
+        lambda payload, _: library.decompress2(payload, nthreads=1),
+    )
+
+
+def pcodec() -> Contender:
+    """Pcodec, at its default level."""
+    from pcodec import ChunkConfig, standalone  # noqa: PLC0415
+
+    def numbers(array: Array) -> Array:
+        return array.reshape(-1)
+
+    return Contender(
+        "pcodec",
+        lambda array: standalone.simple_compress(numbers(array), ChunkConfig(enable_8_bit=array.itemsize == 1)),
+        lambda payload, _: standalone.simple_decompress(payload),
+    )
+
+
+def zipnn() -> Contender:
+    """ZipNN, on one thread."""
+    from zipnn import ZipNN  # noqa: PLC0415
+
+    library = ZipNN(input_format="byte", bytearray_dtype="float32", threads=1)
+    return Contender(
+        "zipnn", lambda array: library.compress(array.tobytes()), lambda payload, _: library.decompress(payload)
+    )
+
+
+def openzl() -> Contender:
+    """OpenZL: exponents apart from sign and fraction for floats, its generic graph for the rest."""
+    import openzl.ext as library  # noqa: PLC0415
+
+    def encode(array: Array) -> bytes:
+        compressor = library.Compressor()
+        generic = library.graphs.Compress()
+        if array.dtype == np.float32:
+            graph = library.nodes.Float32Deconstruct()(compressor, generic(compressor), generic(compressor))
+        else:
+            graph = generic(compressor)
+        compressor.select_starting_graph(graph)
+        context = library.CCtx()
+        context.ref_compressor(compressor)
+        context.set_parameter(library.CParam.FormatVersion, library.MAX_FORMAT_VERSION)
+        payload: bytes = context.compress([library.Input(library.Type.Numeric, array.reshape(-1))])
+        return payload
+
+    def decode(payload: bytes, _: Array) -> Array:
+        return np.asarray(library.DCtx().decompress(payload)[0].content.as_nparray())
+
+    return Contender("openzl", encode, decode)
+
+
+def trained_state(steps: int) -> dict[str, Array]:
+    """Train a network of the size of a locomotion policy for a moment; returns weights and Adam's moments."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    widths = (256, 1024, 1024, 1024, 64)
+    layers: list[torch.nn.Module] = []
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [torch.nn.Linear(inputs, outputs), torch.nn.ELU(), torch.nn.LayerNorm(outputs)]
+    network = torch.nn.Sequential(*layers[:-2])
+    teacher = torch.nn.Sequential(torch.nn.Linear(256, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))
+    optimizer = torch.optim.Adam(network.parameters(), lr=5e-4)
+    for _ in range(steps):
+        batch = torch.randn(128, 256)
+        loss = (network(batch) - teacher(batch).detach()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def flat(tensors: Sequence[torch.Tensor]) -> Array:
+        return np.concatenate([tensor.detach().numpy().reshape(-1) for tensor in tensors])
+
+    parameters = list(network.parameters())
+    return {
+        "fp32 weights": flat(parameters),
+        "Adam exp_avg": flat([optimizer.state[p]["exp_avg"] for p in parameters]),
+        "Adam exp_avg_sq": flat([optimizer.state[p]["exp_avg_sq"] for p in parameters]),
+    }
+
+
+def lidar_rollout(environments: int, steps: int = 32) -> Array:
+    """Cast 36 x 4 rays to 4 m from drones that fly among boxes; most rays see nothing, the others change smoothly."""
+    rng = np.random.default_rng(0)
+    boxes = rng.uniform(-20, 20, (350, 2))
+    half = rng.choice([0.15, 0.35], (350, 2))
+    position = rng.uniform(-18, 18, (environments, 1, 2))
+    velocity = rng.normal(0, 1, (environments, 1, 2)) + 0.1 * np.cumsum(rng.normal(0, 1, (environments, steps, 2)), 1)
+    path = position + np.cumsum(0.016 * velocity, axis=1)
+    angle = np.linspace(0, 2 * np.pi, 36, endpoint=False)
+    direction = np.stack([np.cos(angle), np.sin(angle)], -1) + 1e-9
+    nearest = np.full((environments, steps, 36), 4.0)
+    for box, extent in zip(boxes, half, strict=True):
+        close = np.abs(path - box).max(axis=(1, 2)) < 6
+        edges = (box - path[close, :, None, :])[..., None, :] + np.stack([-extent, extent])
+        entry_exit = edges / direction[:, None, :]
+        entry, leave = entry_exit.min(-2).max(-1), entry_exit.max(-2).min(-1)
+        distance = np.where((entry <= leave) & (leave > 0), np.maximum(entry, 0), 4.0)
+        nearest[close] = np.minimum(nearest[close], distance)
+    pitch = 1 / np.cos(np.radians([-10, 0, 10, 20]))
+    return (4 - np.minimum(nearest[..., None] * pitch, 4)).astype(np.float32)
+
+
+def camera_frames(count: int) -> Array:
+    """Render a textured scene that pans slowly, with the noise of a sensor."""
+    rng = np.random.default_rng(0)
+    texture = rng.normal(0, 1, (64, 64, 3))
+    scene = np.kron(texture, np.ones((8, 8, 1)))
+    for axis in (0, 1):
+        scene = (np.roll(scene, 3, axis) + np.roll(scene, -3, axis) + scene) / 3
+    frames = np.stack([np.roll(scene, (2 * i, 3 * i), (0, 1))[:128, :128] for i in range(count)])
+    return np.clip(128 + 40 * frames + rng.normal(0, 1.5, frames.shape), 0, 255).astype(np.uint8)
+
+
+def measure(contender: Contender, array: Array, repetitions: int) -> tuple[float, float, float]:
+    """Return ratio, and MB per CPU second of encoding and of decoding; checks that the bytes come back."""
+    encode_s, decode_s = [], []
+    contender.decode(contender.encode(array), array)  # warms caches and memory that is kept
+    for _ in range(repetitions):
+        start = time.process_time()
+        payload = contender.encode(array)
+        middle = time.process_time()
+        decoded = contender.decode(payload, array)
+        encode_s.append(middle - start)
+        decode_s.append(time.process_time() - middle)
+    if np.asarray(memoryview(decoded).cast("B")).tobytes() != array.tobytes():
+        raise RuntimeError(f"{contender.name} did not give back the same bytes")
+    megabytes = array.nbytes / 1e6
+    return array.nbytes / len(payload), megabytes / min(encode_s), megabytes / min(decode_s)
+
+
+def available(*makers: Callable[[], Contender]) -> list[Contender]:
+    """Return the peers that are installed."""
+    found = []
+    for maker in makers:
+        try:
+            found.append(maker())
+        except ImportError:
+            print(f"{maker.__name__} is not installed and left out: make bench installs it")
+    return found
+
+
+def table(title: str, array: Array, contenders: list[Contender], repetitions: int) -> str:
+    """Measure all contenders on one array and return a Markdown table; ours first, then by ratio."""
+    rows = [(contender.name, *measure(contender, array, repetitions)) for contender in contenders]
+    rows.sort(key=lambda row: (not row[0].startswith("slipstream"), -row[1]))
+    lines = [f"**{title}** ({array.dtype}{list(array.shape)}, {array.nbytes / 1e6:.1f} MB)", ""]
+    lines += ["| codec | ratio | packed / raw | encode MB/s | decode MB/s |", "|---|---:|---:|---:|---:|"]
+    lines += [f"| {name} | {ratio:.3f} | {1 / ratio:.4f} | {enc:,.0f} | {dec:,.0f} |" for name, ratio, enc, dec in rows]
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> str:
+    """Name the machine, the versions and the day."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    versions = []
+    for name in ("numpy", *PEERS):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    today = dt.datetime.now(dt.UTC).date()
+    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, {', '.join(versions)}; {today}."
+
+
+def run(*, quick: bool) -> str:
+    """Measure everything and return the section of the page."""
+    repetitions = 3 if quick else 7
+    floats = available(blosc2, pcodec, zipnn, openzl)
+    sections = [machine(), ""]
+    for title, array in trained_state(100 if quick else 400).items():
+        sections.append(table(title, array, [ours(Planes()), *byte_peers(), *floats], repetitions))
+    lidar = lidar_rollout(128 if quick else 512)
+    contenders = [ours(Timewise()), ours(Planes()), *byte_peers(), *floats]
+    sections.append(table("LiDAR rollout [env, time, 36, 4]", lidar, contenders, repetitions))
+    frames = camera_frames(64 if quick else 200)
+    contenders = [ours(Auto()), ours(Lz4()), *byte_peers(), *available(blosc2, pcodec, openzl)]
+    sections.append(table("uint8 camera frames with sensor noise", frames, contenders, repetitions))
+    return "\n".join(sections)
+
+
+def main() -> None:
+    """Parse the command line, measure, print, and write the page if asked to."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="less data and fewer repetitions: about half a minute")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page, between its markers")
+    arguments = parser.parse_args()
+    report = run(quick=arguments.quick)
+    print(report)
+    if arguments.write:
+        start, end = "<!-- codecs -->\n", "<!-- /codecs -->"
+        before, _, rest = arguments.write.read_text().partition(start)
+        _, _, after = rest.partition(end)
+        arguments.write.write_text(f"{before}{start}\n{report}\n{end}{after}")
+
+
+if __name__ == "__main__":
+    main()
