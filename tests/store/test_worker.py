@@ -280,7 +280,7 @@ def save_some():
 
 def run(script: str, folder: Path, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(script), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, **options)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, **options)  # type: ignore[call-overload]
 
 
 def saved(folder: Path) -> str:
