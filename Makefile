@@ -44,7 +44,7 @@ clean: ## Delete everything that these verbs made
 	@$(PYTHON) -m venv .venv > /dev/null 2>&1 || $(PYTHON) -m venv --without-pip .venv
 
 PIP_INSTALL = $(shell [ -x $(BIN)/pip ] && echo $(BIN)/python -m pip || echo $(PYTHON) -m pip --python $(BIN)/python) \
-	install --quiet --disable-pip-version-check
+	install -qq --disable-pip-version-check
 
 .venv/.installed: requirements.txt pyproject.toml | .venv/bin/python
 	@echo "Installing into .venv; the first time this takes a few minutes"
