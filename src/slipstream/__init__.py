@@ -10,6 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slipstream.checkpoint.load import load_checkpoint as load_checkpoint
+    from slipstream.checkpoint.manager import CheckpointManager as CheckpointManager
+    from slipstream.checkpoint.manager import Restored as Restored
+    from slipstream.checkpoint.manager import Thin as Thin
+    from slipstream.checkpoint.model import format_checkpoint_name as format_checkpoint_name
+    from slipstream.checkpoint.model import get_model_size as get_model_size
+    from slipstream.checkpoint.model import print_model_info as print_model_info
+    from slipstream.checkpoint.saver import AsyncCheckpointSaver as AsyncCheckpointSaver
+    from slipstream.checkpoint.saver import SaveResult as SaveResult
+    from slipstream.checkpoint.state import TrainingState as TrainingState
     from slipstream.errors import BackgroundError as BackgroundError
     from slipstream.errors import CodecError as CodecError
     from slipstream.errors import CorruptFileError as CorruptFileError
@@ -19,7 +29,10 @@ if TYPE_CHECKING:
     from slipstream.errors import MissingEntryError as MissingEntryError
     from slipstream.errors import QueueFullError as QueueFullError
     from slipstream.errors import SlipstreamError as SlipstreamError
+    from slipstream.errors import StateMismatchError as StateMismatchError
+    from slipstream.errors import TornStateError as TornStateError
     from slipstream.errors import UnsupportedDtypeError as UnsupportedDtypeError
+    from slipstream.errors import UnsupportedStateError as UnsupportedStateError
     from slipstream.errors import WriteError as WriteError
     from slipstream.store.container import Container as Container
     from slipstream.store.container import write_container as write_container
@@ -27,6 +40,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "slipstream.checkpoint.load": ("load_checkpoint",),
+    "slipstream.checkpoint.manager": ("CheckpointManager", "Restored", "Thin"),
+    "slipstream.checkpoint.model": ("format_checkpoint_name", "get_model_size", "print_model_info"),
+    "slipstream.checkpoint.saver": ("AsyncCheckpointSaver", "SaveResult"),
+    "slipstream.checkpoint.state": ("TrainingState",),
     "slipstream.errors": (
         "BackgroundError",
         "CodecError",
@@ -37,7 +55,10 @@ _HOMES = {
         "MissingEntryError",
         "QueueFullError",
         "SlipstreamError",
+        "StateMismatchError",
+        "TornStateError",
         "UnsupportedDtypeError",
+        "UnsupportedStateError",
         "WriteError",
     ),
     "slipstream.store.container": ("Container", "write_container"),

@@ -8,6 +8,9 @@
     ├── MissingEntryError     (KeyError)      a file has no entry of that name
     ├── CodecError            (ValueError)    a payload cannot be decoded, or a codec is misconfigured
     ├── UnsupportedDtypeError (TypeError)     an array whose elements are not plain numbers
+    ├── UnsupportedStateError (TypeError)     state that cannot be stored as data, such as an arbitrary object
+    ├── StateMismatchError    (ValueError)    a checkpoint of another model; lists what differs
+    ├── TornStateError        (RuntimeError)  guarded state changed while it was being copied; nothing was written
     ├── WriteError            (OSError)       a write failed; the previous file is untouched
     │   └── DiskFullError                     ... because there was no space left
     ├── QueueFullError        (RuntimeError)  the background queue is full and its policy is ``raise``
@@ -29,7 +32,10 @@ __all__ = [
     "MissingEntryError",
     "QueueFullError",
     "SlipstreamError",
+    "StateMismatchError",
+    "TornStateError",
     "UnsupportedDtypeError",
+    "UnsupportedStateError",
     "WriteError",
 ]
 
@@ -59,6 +65,18 @@ class CodecError(SlipstreamError, ValueError):
 
 class UnsupportedDtypeError(SlipstreamError, TypeError):
     """An array holds something other than bools, integers, floats or complex numbers."""
+
+
+class UnsupportedStateError(SlipstreamError, TypeError):
+    """State holds something that cannot be stored as data; the message says where and what."""
+
+
+class StateMismatchError(SlipstreamError, ValueError):
+    """A checkpoint does not fit what it is loaded into; lists missing, unexpected and differing entries."""
+
+
+class TornStateError(SlipstreamError, RuntimeError):
+    """Guarded state changed while it was being copied, so that the snapshot was given up and not written."""
 
 
 class WriteError(SlipstreamError, OSError):

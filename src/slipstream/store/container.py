@@ -205,6 +205,11 @@ class Container:
         return dict(self._index.values)
 
     @property
+    def identity(self) -> str:
+        """A fingerprint of the whole content: the checksum of the index, which holds those of all chunks."""
+        return f"{self._index_checksum:016x}"
+
+    @property
     def file_bytes(self) -> int:
         """Size of the whole file."""
         return self._file_bytes
@@ -318,7 +323,7 @@ class Container:
                     f"{entry.dtype}{list(shape)}"
                 )
             return out
-        limit = _machine_bytes() if self._max_entry_bytes is None else self._max_entry_bytes
+        limit = machine_bytes() if self._max_entry_bytes is None else self._max_entry_bytes
         needed = math.prod(shape) * entry.dtype.itemsize
         if needed > limit:
             raise CorruptFileError(
@@ -404,6 +409,7 @@ class Container:
         if offset < _HEADER.size or offset + length + _FOOTER.size != size or length > MAX_INDEX_BYTES:
             raise CorruptFileError("the footer does not fit the file")
         text = self._pread(length, offset)
+        self._index_checksum = checksum
         if xxhash.xxh3_64_intdigest(text) != checksum:
             raise CorruptFileError("the index does not match its checksum")
         return Index.parse(text, _HEADER.size, offset)
@@ -422,5 +428,6 @@ def _reopen(path: Path, max_entry_bytes: int | None) -> Container:
     return Container(path, max_entry_bytes=max_entry_bytes)
 
 
-def _machine_bytes() -> int:
+def machine_bytes() -> int:
+    """Return the physical memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -30,7 +30,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from types import FrameType, TracebackType
@@ -120,6 +120,7 @@ class Worker:
         self._closed = False
         self._waiting: deque[_Job] = deque()
         self._running: _Job | None = None
+        self._reserved = 0
         self._failed: list[Handle[Any]] = []
         with _background.changed:
             _background.workers.add(self)
@@ -127,7 +128,7 @@ class Worker:
     @property
     def queue_size(self) -> int:
         """How many jobs are waiting or running."""
-        return len(self._waiting) + (self._running is not None)
+        return len(self._waiting) + (self._running is not None) + self._reserved
 
     def submit(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Handle[T]:
         """Queue ``function(*args, **kwargs)``; returns at once unless the queue is full and the policy is to wait.
@@ -140,18 +141,43 @@ class Worker:
             QueueFullError: If the queue is full and the policy is ``raise``.
             RuntimeError: If the worker is closed.
         """
+        with self.room() as put:
+            return put(function, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[Callable[..., Handle[Any]]]:
+        """Wait for room in the queue, as `submit` does, and hold it: yields the function that fills it.
+
+        For jobs that need memory which should not be taken before there is room. Leaving the block without having
+        filled the room gives it back. Raises what `submit` raises.
+        """
         self._raise_failure()
         if self._closed:
             raise RuntimeError(f"{self.name}: the worker is closed and takes no more jobs")
-        # A partial, not a lambda: a frame keeps its function alive, and so would a failure's traceback keep `args`.
-        job = _Job(self, Handle(), functools.partial(function, *args, **kwargs))
-        if _background.must_run_inline():
-            job.run()
+        inline = _background.must_run_inline()
+        if not inline:
+            self._reserve()
+        held = not inline
+
+        def put(function: Callable[..., T], *args: Any, **kwargs: Any) -> Handle[T]:
+            nonlocal held
+            # A partial, not a lambda: a frame keeps its function alive, so that the traceback of a failure would
+            # keep what a lambda captures.
+            job = _Job(self, Handle(), functools.partial(function, *args, **kwargs))
+            if inline:
+                job.run()
+            else:
+                held = False
+                _background.put(job)
             return job.handle
-        if self.queue_size >= self.max_queue_size:
-            self._make_room()
-        _background.put(job)
-        return job.handle
+
+        try:
+            yield put
+        finally:
+            if held:
+                with _background.changed:
+                    self._reserved -= 1
+                    _background.changed.notify_all()
 
     def flush(self, timeout: float | None = None) -> None:
         """Block until every job queued so far is done.
@@ -182,17 +208,23 @@ class Worker:
                 raise
             logger.exception("%s: failed in the background while another error was on its way", self.name)
 
-    def _make_room(self) -> None:
-        if self._on_full is not None:
+    def _reserve(self) -> None:
+        """Take a place in the queue, or wait for one, or fail, as the policy says; never exceeds the bound."""
+        skipped: list[_Job] = []
+        if self._on_full is not None and self.queue_size >= self.max_queue_size:
             self._on_full()
-        if self.policy == "raise":
-            raise QueueFullError(f"{self.name}: the queue is full with {self.max_queue_size} jobs")
         with _background.changed:
-            if self.policy == "skip_oldest" and self.queue_size >= self.max_queue_size and self._waiting:
-                self.num_skipped += 1
-                skipped = self._waiting.popleft()
-                skipped.handle._fail(JobSkippedError(f"{self.name}: a newer job took this one's place"))
-        _background.wait_for(lambda: self.queue_size < self.max_queue_size, None)
+            while self.queue_size >= self.max_queue_size:
+                if self.policy == "raise":
+                    raise QueueFullError(f"{self.name}: the queue is full with {self.max_queue_size} jobs")
+                if self.policy == "skip_oldest" and self._waiting:
+                    skipped.append(self._waiting.popleft())
+                else:
+                    _background.changed.wait()
+            self._reserved += 1
+            self.num_skipped += len(skipped)
+        for job in skipped:
+            job.handle._fail(JobSkippedError(f"{self.name}: a newer job took this one's place"))
 
     def _raise_failure(self) -> None:
         with _background.changed:
@@ -257,10 +289,12 @@ class _Background:
         _install_signal_handlers()
         with self.changed:
             if self._is_running():
+                job.worker._reserved -= 1
                 job.worker._waiting.append(job)
                 self.turns.append(job.worker)
                 self.changed.notify_all()
                 return
+            job.worker._reserved -= 1
         job.run()
 
     def _is_running(self) -> bool:
@@ -339,7 +373,7 @@ def _after_fork_in_child() -> None:
     for worker in workers:
         _background.workers.add(worker)
         orphans = [*worker._waiting, *([worker._running] if worker._running else [])]
-        worker._waiting, worker._running, worker._failed = deque(), None, []
+        worker._waiting, worker._running, worker._reserved, worker._failed = deque(), None, 0, []
         for job in orphans:
             job.function = None
             Future.__init__(job.handle)  # its lock may have been held by a thread that is not here

@@ -1,0 +1,386 @@
+"""The native checkpoint format: a container whose entries are the distinct memory of a state's tensors.
+
+The value ``state`` is the structure, as `slipstream.tree` writes it. A tensor there names the entry that holds its
+memory and how it sees it; tensors of up to 128 bytes (step counters, scalars) are written into the structure. A *delta*
+holds only what changed since its parent: entries that are equal are not there, others may be stored as a difference.
+See ``docs/formats/checkpoint.md``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.codecs import Auto, Codec, Difference, Planes, parallel_map
+from slipstream.errors import CorruptFileError, FormatVersionError
+from slipstream.store import Container, write_container
+from slipstream.tensors import View, array_of, carrier, check_storable, plan, settled, view_memory
+from slipstream.tree import TAG, Leaf, decode, encode
+from slipstream.tree import Path as TreePath
+
+KIND = "checkpoint"
+_INLINE_BYTES = 128
+_SHARED_READ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Content:
+    """The memory of a state by entry name: what a child of this checkpoint may refer to."""
+
+    arrays: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A checkpoint that another one is stored against.
+
+    Attributes:
+        path: Its file.
+        identity: Its fingerprint, so that another file in its place is noticed.
+        depth: How many parents it has itself.
+        content: Its memory.
+    """
+
+    path: Path
+    identity: str
+    depth: int
+    content: Content
+
+
+@dataclass
+class Written:
+    """What became of a state: sizes, and its memory for a child to refer to."""
+
+    raw_bytes: int
+    stored_bytes: int
+    identity: str
+    depth: int
+    content: Content
+
+
+@dataclass
+class _Collector:
+    """Gathers the leaves of a state while its structure is written, then finds the memory behind them."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    codecs: dict[str, Codec] = field(default_factory=dict)
+    raw_bytes: int = 0
+
+    def leaf(self, leaf: Leaf, path: TreePath) -> dict[str, Any]:
+        name = "/".join(path) or "state"
+        if isinstance(leaf, np.ndarray):
+            return self._array(np.asarray(leaf), name)
+        check_storable(leaf, name)
+        node: dict[str, Any] = {
+            TAG: "tensor",
+            "dtype": str(leaf.dtype).removeprefix("torch."),
+            "shape": list(leaf.shape),
+        }
+        if isinstance(leaf, torch.nn.Parameter):
+            node["parameter"] = True
+        if leaf.requires_grad:
+            node["requires_grad"] = True
+        self.tensors.append(settled(leaf).cpu())
+        self.nodes.append(node)
+        self.names.append(name)
+        return node
+
+    def _array(self, array: NDArray[Any], name: str) -> dict[str, Any]:
+        node: dict[str, Any] = {TAG: "array", "dtype": array.dtype.str, "shape": list(array.shape)}
+        self.raw_bytes += array.nbytes
+        if array.nbytes <= _INLINE_BYTES:
+            return {**node, "hex": array.tobytes().hex()}
+        return {**node, "entry": self._add(name, array, Auto())}
+
+    def _add(self, name: str, array: NDArray[Any], codec: Codec) -> str:
+        unique, number = name, 2
+        while unique in self.arrays:
+            unique, number = f"{name}#{number}", number + 1
+        self.arrays[unique], self.codecs[unique] = array, codec
+        return unique
+
+    def find_memory(self) -> None:
+        """Turn the tensors into entries, each piece of memory once."""
+        regions, views = plan(self.tensors)
+        homes: list[str | None] = []
+        first_name = {view.region: name for view, name in zip(reversed(views), reversed(self.names), strict=True)}
+        for number, region in enumerate(regions):
+            start = region.address - region.tensors[0].untyped_storage().data_ptr()
+            content = torch.empty(0, dtype=torch.uint8)
+            content.set_(region.tensors[0].untyped_storage(), start, (region.nbytes,), (1,))
+            self.raw_bytes += region.nbytes
+            array = array_of(content.numpy(), region.dtype, region.shape)
+            inline = region.nbytes <= _INLINE_BYTES and len(region.tensors) == 1
+            homes.append(None if inline else self._add(first_name[number], array, _codec_for(region.dtype)))
+            if inline:
+                node = self.nodes[next(i for i, view in enumerate(views) if view.region == number)]
+                node["hex"] = content.numpy().tobytes().hex()
+        for node, view in zip(self.nodes, views, strict=True):
+            _describe(node, view, homes[view.region] if view.region >= 0 else None)
+
+
+def _describe(node: dict[str, Any], view: View, entry: str | None) -> None:
+    if view.region < 0:
+        node["hex"] = ""
+    if entry is not None:
+        node["entry"] = entry
+    if view.offset:
+        node["offset"] = view.offset
+    if view.stride != torch.empty(view.shape, device="meta").stride():
+        node["stride"] = list(view.stride)
+
+
+def _codec_for(dtype: torch.dtype) -> Codec:
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return Planes(floating=carrier(dtype)[1] or None)
+    return Planes() if dtype.is_complex else Auto()
+
+
+def write_native(
+    path: str | os.PathLike[str],
+    state: Any,
+    metadata: Any = None,
+    parent: Parent | None = None,
+    threads: int | None = None,
+) -> Written:
+    """Write a state to a file, durably and atomically; blocks until it is done.
+
+    Args:
+        path: The file to create or replace.
+        state: Nested dicts, lists, tuples and TensorDicts of tensors, arrays and plain values.
+        metadata: Anything of plain values that should be readable without the tensors.
+        parent: Store only what changed since this checkpoint.
+        threads: How many threads encode; by default one per core.
+
+    Raises:
+        UnsupportedStateError: If the state holds anything that cannot be stored as data.
+        WriteError: If the file cannot be written.
+    """
+    collector = _Collector()
+    structure = encode(state, collector.leaf)
+    collector.find_memory()
+    same, depth = [], 0
+    with write_container(path, kind=KIND, threads=threads) as writer:
+        for name, array in collector.arrays.items():
+            reference = parent.content.arrays.get(name) if parent else None
+            if reference is None or (reference.dtype, reference.shape) != (array.dtype, array.shape):
+                writer.add(name, array, collector.codecs[name])
+            elif _equal(array, reference):
+                same.append(name)
+            else:
+                codec, reference = _best(array, reference, collector.codecs[name])
+                writer.add(name, array, codec, reference)
+        writer.set("state", structure)
+        writer.set("metadata", encode(metadata, collector.leaf))
+        if parent:
+            depth = parent.depth + 1
+            relative = os.path.relpath(parent.path, Path(path).parent)
+            writer.set("parent", {"file": relative, "identity": parent.identity, "depth": depth, "same": same})
+    with Container(path) as container:
+        stored, identity = container.file_bytes, container.identity
+    return Written(collector.raw_bytes, stored, identity, depth, Content(collector.arrays))
+
+
+def _equal(first: NDArray[Any], second: NDArray[Any]) -> bool:
+    return bool(np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8)))
+
+
+def _best(array: NDArray[Any], reference: NDArray[Any], plain: Codec) -> tuple[Codec, NDArray[Any] | None]:
+    floating = plain.floating if isinstance(plain, Planes) else None
+    chosen = Auto(floating=floating).choose(array, reference)
+    return (chosen, reference) if isinstance(chosen, Difference) else (plain, None)
+
+
+class NativeFile:
+    """Reads a native checkpoint; a delta opens its parents as it needs them.
+
+    Args:
+        path: The file.
+
+    Raises:
+        CorruptFileError: If it is not a sound native checkpoint.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.container = Container(path)
+        self._parent: NativeFile | None = None
+        values = self.container.values
+        if self.container.kind != KIND or "state" not in values:
+            self.container.close()
+            raise CorruptFileError(f"{path}: is a container of kind {self.container.kind!r}, expected a checkpoint")
+        self.structure = values["state"]
+        self.parent = values.get("parent") or {}
+
+    @property
+    def metadata(self) -> Any:
+        """What was saved as metadata."""
+        return self.guarded(lambda: decode(self.container.values.get("metadata"), self._leaf_reader({})))
+
+    @property
+    def depth(self) -> int:
+        """How many parents have to be read as well."""
+        return int(self.parent.get("depth", 0))
+
+    def close(self) -> None:
+        """Close the file and its parents."""
+        self.container.close()
+        if self._parent:
+            self._parent.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, name: str, threads: int | None = None) -> NDArray[Any]:
+        """Read the memory of one entry, from this file or from a parent."""
+        entry = self.container.entries.get(name)
+        if entry is None:
+            if name not in self.parent.get("same", ()):
+                return self.container.read(name)  # raises, and names what there is
+            return self.open_parent().read(name, threads)
+        reference = self.open_parent().read(name, threads) if entry.codec.needs_reference else None
+        return self.container.read(name, reference=reference, threads=threads)
+
+    def load(self, keys: Collection[str] | None = None) -> Any:
+        """Read the state, or the part of it whose paths match `keys`; only the tensors in it are read."""
+        structure = self.structure if keys is None else _prune(self.structure, tuple(keys), ())
+        if structure is _NOTHING:
+            raise KeyError(f"{self.container.path}: nothing in it matches {', '.join(map(repr, keys or ()))}")
+        names: set[str] = set()
+        _visit(structure, lambda node: names.add(node["entry"]) if isinstance(node.get("entry"), str) else None)
+        memory = self._read_all(sorted(names))
+        return self.guarded(lambda: decode(structure, self._leaf_reader(memory)))
+
+    def guarded(self, read: Callable[[], Any]) -> Any:
+        """Run `read`, and name the file in what it raises."""
+        try:
+            return read()
+        except (CorruptFileError, FormatVersionError) as error:
+            if str(error).startswith(str(self.container.path)):
+                raise
+            raise type(error)(f"{self.container.path}: {error}") from error
+        except RecursionError:
+            raise CorruptFileError(f"{self.container.path}: its state is nested too deeply") from None
+
+    def _read_all(self, names: list[str]) -> dict[str, NDArray[Any]]:
+        sizes = {name: entry.nbytes for name, entry in self.container.entries.items()}
+        small = [name for name in names if sizes.get(name, 0) <= _SHARED_READ_BYTES]
+        memory = {name: self.read(name) for name in names if name not in set(small)}
+        ancestor = self
+        while ancestor.parent:  # before there are threads that would each open it
+            ancestor = ancestor.open_parent()
+        memory.update(zip(small, parallel_map(lambda name: self.read(name, threads=1), small), strict=True))
+        return memory
+
+    def open_parent(self) -> NativeFile:
+        """Return the checkpoint that this one is stored against."""
+        if self._parent is None:
+            file, identity = self.parent.get("file"), self.parent.get("identity")
+            if not isinstance(file, str):
+                raise CorruptFileError(f"{self.container.path}: needs a parent and names none")
+            folder = self.container.path.parent
+            path = folder / file
+            if not path.exists():  # this file is a base itself: its parents lie beside it
+                path = folder / Path(file).name
+            try:
+                parent = NativeFile(path)
+            except FileNotFoundError as error:
+                raise CorruptFileError(
+                    f"{self.container.path}: holds only what changed since {path}, which is missing"
+                ) from error
+            if parent.container.identity != identity or parent.depth >= self.depth:
+                parent.close()
+                raise CorruptFileError(f"{self.container.path}: {path} is not the file that it was saved against")
+            self._parent = parent
+        return self._parent
+
+    def _leaf_reader(self, memory: Mapping[str, NDArray[Any]]) -> Callable[[Mapping[str, Any]], Leaf]:
+        shared: dict[str, NDArray[np.uint8]] = {}
+
+        def read(node: Mapping[str, Any]) -> Leaf:
+            if "hex" in node:
+                content = np.frombuffer(bytearray(bytes.fromhex(node["hex"])), np.uint8)
+            else:
+                name = node["entry"]
+                if name not in shared:
+                    shared[name] = memory[name].reshape(-1).view(np.uint8)
+                content = shared[name]
+            if node[TAG] == "array":
+                array: NDArray[Any] = content.view(np.dtype(node["dtype"])).reshape(node["shape"])
+                return array
+            return _tensor(node, content)
+
+        return read
+
+
+def _tensor(node: Mapping[str, Any], content: NDArray[np.uint8]) -> torch.Tensor:
+    dtype = getattr(torch, node["dtype"])
+    shape = tuple(node["shape"])
+    stride = tuple(node.get("stride") or torch.empty(shape, device="meta").stride())
+    view = View(0, node.get("offset", 0), dtype, shape, stride)
+    numbers = [view.offset, *shape, *stride]
+    if not isinstance(dtype, torch.dtype) or any(type(number) is not int or number < 0 for number in numbers):
+        raise CorruptFileError("a tensor of the state has a dtype or shape that no writer writes")
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if 0 not in shape else 0
+    if view.offset % dtype.itemsize or view.offset + last * dtype.itemsize > content.nbytes:
+        raise CorruptFileError("a tensor of the state reaches beyond the memory that was stored for it")
+    (tensor,) = view_memory(content, [view])
+    if node.get("parameter"):
+        return torch.nn.Parameter(tensor, requires_grad=bool(node.get("requires_grad")))
+    return tensor.requires_grad_() if node.get("requires_grad") else tensor
+
+
+_NOTHING = object()
+
+
+def path_matches(path: TreePath, keys: tuple[str, ...]) -> bool:
+    """Tell whether a path, or a part of it from the top, is one of `keys`; keys may hold * and ?."""
+    return any(fnmatchcase("/".join(path[: i + 1]), key) for i in range(len(path)) for key in keys)
+
+
+def _prune(node: Any, keys: tuple[str, ...], path: TreePath) -> Any:
+    """Return the part of a structure whose paths match, or `_NOTHING`."""
+    if path and path_matches(path, keys):
+        return node
+    if isinstance(node, dict) and TAG not in node:
+        kept = {key: _prune(value, keys, (*path, key)) for key, value in node.items()}
+        kept = {key: value for key, value in kept.items() if value is not _NOTHING}
+        return kept or _NOTHING
+    if isinstance(node, dict) and node.get(TAG) in ("dict", "OrderedDict"):
+        pairs = [[key, _prune(value, keys, (*path, str(key)))] for key, value in node["v"]]
+        pairs = [pair for pair in pairs if pair[1] is not _NOTHING]
+        return {**node, "v": pairs} if pairs else _NOTHING
+    if isinstance(node, dict) and node.get(TAG) == "TensorDict":
+        inner = _prune(node["v"], keys, path)
+        return {**node, "v": inner} if inner is not _NOTHING else _NOTHING
+    if isinstance(node, list):
+        items = [_prune(value, keys, (*path, str(i))) for i, value in enumerate(node)]
+        items = [value for value in items if value is not _NOTHING]
+        return items or _NOTHING
+    return _NOTHING
+
+
+def _visit(node: Any, function: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Call `function` with every tagged node of a structure."""
+    if isinstance(node, list):
+        for value in node:
+            _visit(value, function)
+    elif isinstance(node, dict):
+        if TAG in node:
+            function(node)
+        for value in node.values():
+            if isinstance(value, (dict, list)):
+                _visit(value, function)

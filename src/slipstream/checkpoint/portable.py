@@ -1,0 +1,133 @@
+"""Portable checkpoints: what ``torch.save`` writes, plain (``.pt``) or inside standard LZ4 frames (``.pt.lz4``).
+
+Both are read without Slipstream: by ``torch.load``, after ``lz4 -d`` if need be.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import lz4.frame
+import torch
+
+from slipstream.codecs import compress_frames, decompress_frames
+from slipstream.codecs.lz4 import FRAME_BYTES
+from slipstream.errors import CodecError, CorruptFileError
+from slipstream.store import atomic_write
+
+_SAMPLE_BYTES = 64 << 10
+_WORTHWHILE = 0.98
+
+
+class _FrameWriter(io.RawIOBase):
+    """A file that packs what is written to it into LZ4 frames; counts the bytes that came in."""
+
+    def __init__(self, file: BinaryIO, level: int, threads: int | None) -> None:
+        self._file = file
+        self._level = level
+        self._threads = threads
+        self._pending = bytearray()
+        self.raw_bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.raw_bytes += len(view)
+        self._pending += view
+        if len(self._pending) >= 4 * FRAME_BYTES:
+            self._pack(len(self._pending) // FRAME_BYTES * FRAME_BYTES)
+        return len(view)
+
+    def finish(self) -> None:
+        """Pack what is left."""
+        self._pack(len(self._pending))
+
+    def _pack(self, count: int) -> None:
+        block = bytes(self._pending[:count])
+        del self._pending[:count]
+        for frame in compress_frames(block, self._useful_level(block), self._threads):
+            self._file.write(frame)
+
+    def _useful_level(self, block: bytes) -> int:
+        """Return the level asked for, or 0 where the slow search would find nothing: it cannot shrink floats."""
+        sample = block[len(block) // 2 :][:_SAMPLE_BYTES]
+        packed = lz4.frame.compress(sample, compression_level=self._level)
+        return self._level if len(packed) < _WORTHWHILE * len(sample) else 0
+
+
+def write_portable(
+    path: str | os.PathLike[str], state: Any, *, compress: bool, level: int = 9, threads: int | None = None
+) -> tuple[Path, int, int]:
+    """Write a state with ``torch.save``, durably and atomically; blocks until it is done.
+
+    Args:
+        path: The file; ``.lz4`` is added if `compress`.
+        state: Anything that can be pickled.
+        compress: Whether to put it into LZ4 frames.
+        level: LZ4 level, 0 to 12; blocks that do not shrink are stored whatever the level.
+        threads: How many threads compress; by default one per core.
+
+    Returns:
+        The path written, the bytes that ``torch.save`` produced, and the bytes in the file.
+    """
+    target = Path(f"{os.fspath(path)}.lz4" if compress else path)
+    with atomic_write(target) as file:
+        if compress:
+            writer = _FrameWriter(file, level, threads)
+            torch.save(state, cast("BinaryIO", writer))
+            writer.finish()
+            raw = writer.raw_bytes
+        else:
+            torch.save(state, file)
+            raw = file.tell()
+    return target, raw, target.stat().st_size
+
+
+def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bool, max_bytes: int) -> Any:
+    """Read what ``torch.save`` wrote; checks every byte of tensors against its checksum first.
+
+    Raises:
+        CorruptFileError: If the file is damaged, or holds what only running its code could load.
+    """
+    content = path.read_bytes()
+    if compressed:
+        try:
+            content = b"".join(decompress_frames(content, max_bytes))
+        except CodecError as error:
+            raise CorruptFileError(f"{path}: {error}") from error
+    _check_zip(path, content)
+    try:
+        return torch.load(io.BytesIO(content), map_location=device, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        if weights_only and "weights_only" in str(error).lower().replace("weights only", "weights_only"):
+            raise CorruptFileError(
+                f"{path}: holds objects that only running code from the file could load, which is refused; "
+                "load_checkpoint(..., weights_only=False) allows it if you trust whoever wrote the file"
+            ) from error
+        raise CorruptFileError(f"{path}: is not a checkpoint that torch can load ({_first_line(error)})") from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError, ImportError) as error:
+        raise CorruptFileError(f"{path}: is not a checkpoint that torch can load ({_first_line(error)})") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
+def _check_zip(path: Path, content: bytes) -> None:
+    """Compare the checksums that torch wrote: torch itself does not look at them."""
+    if not content.startswith(b"PK"):
+        return  # the format of torch before 1.6 has none
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, OSError) as error:
+        raise CorruptFileError(f"{path}: is damaged or cut off ({_first_line(error)})") from error
+    if damaged is not None:
+        raise CorruptFileError(f"{path}: is damaged: {damaged} does not match its checksum")
