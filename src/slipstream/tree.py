@@ -35,6 +35,20 @@ def is_tensordict(node: Any) -> bool:
     return type(node).__name__ == "TensorDict" and type(node).__module__.startswith("tensordict")
 
 
+class Members(dict[str, Any]):
+    """What is in a TensorDict while its leaves are not tensors."""
+
+    def __init__(self, members: Mapping[str, Any], batch_size: Any) -> None:
+        super().__init__(members)
+        self.batch_size = batch_size
+
+
+def _tensordict(members: Mapping[str, Any], batch_size: Any) -> Any:
+    from tensordict import TensorDict  # noqa: PLC0415 - only for those who use it
+
+    return TensorDict(members, batch_size=batch_size)
+
+
 def map_leaves(
     node: Any, function: Callable[[Leaf, Path], Any], other: Callable[[Any, Path], Any], path: Path = ()
 ) -> Any:
@@ -55,11 +69,11 @@ def map_leaves(
         return copy
     if type(node) in (list, tuple):
         return type(node)(map_leaves(value, function, other, (*path, str(i))) for i, value in enumerate(node))
-    if is_tensordict(node):
-        copy = node.empty()
-        for key, value in node.items():
-            copy[key] = map_leaves(value, function, other, (*path, key))
-        return copy
+    if is_tensordict(node) or type(node) is Members:
+        members = {key: map_leaves(value, function, other, (*path, key)) for key, value in node.items()}
+        if all(isinstance(value, torch.Tensor) or is_tensordict(value) for value in members.values()):
+            return _tensordict(members, node.batch_size)
+        return Members(members, batch_size=node.batch_size)
     return other(node, path)
 
 
@@ -148,10 +162,7 @@ def _decode_tagged(tag: str, node: Mapping[str, Any], leaf: Callable[[Mapping[st
             ordered._metadata = decode(node["metadata"], leaf)
         return ordered
     if tag == "TensorDict":
-        from tensordict import TensorDict  # noqa: PLC0415 - only for those who use it
-
-        values = {key: decode(value, leaf) for key, value in node["v"].items()}
-        return TensorDict(values, batch_size=node["batch_size"])
+        return _tensordict({key: decode(value, leaf) for key, value in node["v"].items()}, node["batch_size"])
     raise FormatVersionError(f"the state holds a value of kind {str(tag)[:40]!r}, which this release does not know")
 
 

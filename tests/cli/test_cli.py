@@ -104,6 +104,38 @@ def test_errors_are_one_line_without_a_traceback(command, tmp_path):
         assert (result.returncode, result.stdout, result.stderr) == (2, "", reason)
 
 
+def test_names_in_a_file_cannot_steer_the_terminal(tmp_path):
+    path = tmp_path / "hostile.slip"
+    with write_container(path, kind="\x1b[2Jkind") as writer:
+        writer.add("\x1b]0;title\x07 :heart: [red]x\r\nfake line", np.zeros(3))
+    for arguments in (["inspect", path], ["inspect", "--json", path], ["verify", path]):
+        result = run(*arguments)
+        assert result.returncode == 0
+        assert "\x1b" not in result.stdout
+        assert "\r" not in result.stdout
+    shown = run("inspect", path).stdout
+    assert "\\x1b]0;title\\x07 :heart: [red]x\\r\\nfake line" in shown
+
+
+def test_a_narrow_terminal_or_a_poor_encoding_loses_nothing(tmp_path):
+    path = tmp_path / "wide.slip"
+    with write_container(path) as writer:
+        writer.add("a_rather_long_name_of_an_entry_é✓", np.zeros((3, 4)))
+    poor = {**os.environ, "COLUMNS": "20", "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(
+        [sys.executable, "-m", "slipstream", "inspect", path], capture_output=True, text=True, check=False, env=poor
+    )
+    assert result.returncode == 0, result.stderr
+    assert "a_rather_long_name_of_an_entry_\\xe9\\u2713" in result.stdout
+    assert "3x4" in result.stdout
+
+
+def test_a_pipe_that_closes_early_is_no_traceback(file):
+    command = f"{sys.executable} -m slipstream inspect '{file}' | head -1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert "Traceback" not in result.stderr
+
+
 def test_an_unknown_command_is_refused():
     result = run("fly")
     assert result.returncode == 2

@@ -1,6 +1,8 @@
 """What every codec must do, whatever its name: give back the same bytes, and refuse anything else."""
 
 import json
+import signal
+import threading
 from typing import Any
 
 import numpy as np
@@ -229,3 +231,57 @@ def test_difference_says_what_is_wrong_with_its_reference():
 def test_a_header_that_no_codec_wrote_is_refused(header, error):
     with pytest.raises(error):
         codec_from_header(header)
+
+
+@pytest.mark.parametrize("codec", [Planes(), Timewise(), Difference(), Auto()], ids=repr)
+def test_a_signal_handler_may_use_a_codec_while_another_is_at_work(codec: Codec):
+    mine = np.random.default_rng(0).normal(size=(50, 5000)).astype(np.float32)
+    other = np.random.default_rng(1).normal(size=(50, 5000)).astype(np.float32) * 1e6
+    calls = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        Planes().encode(other)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.004)
+    try:
+        payloads = [codec.encode(mine, mine) for _ in range(15)]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert calls
+    assert all(same_bytes(codec.decode(payload, mine.dtype, mine.shape, mine), mine) for payload in payloads)
+
+
+def test_a_difference_may_be_decoded_over_its_own_reference():
+    old = np.random.default_rng(0).normal(size=300_000).astype(np.float32)
+    new = old * np.float32(1.001)
+    payload = Difference().encode(new, old)
+    assert same_bytes(Difference().decode(payload, new.dtype, new.shape, old, out=old), new)
+
+
+def test_several_threads_may_use_codecs_at_once():
+    arrays = [np.random.default_rng(seed).normal(size=(40, 3000)).astype(np.float32) for seed in range(6)]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for codec in (Planes(), Timewise(), Difference(), Auto(), Zstd(), Lz4()):
+            array = arrays[number]
+            if not same_bytes(codec.decode(codec.encode(array, array), array.dtype, array.shape, array), array):
+                wrong.append(number)
+
+    crew = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in crew:
+        thread.start()
+    for thread in crew:
+        thread.join()
+    assert wrong == []
+
+
+def test_memory_that_is_read_only_is_refused():
+    out = np.zeros(4, np.float32)
+    out.flags.writeable = False
+    with pytest.raises(CodecError, match="writable"):
+        Planes().decode(Planes().encode(np.zeros(4, np.float32)), "f4", (4,), out=out)

@@ -83,3 +83,11 @@ def test_a_flipped_bit_is_noticed_wherever_it_would_change_the_content():
             continue
         unharmed += 1
     assert unharmed < 10  # such as another distance to copy zeros from
+
+
+def test_empty_frames_among_others_are_refused_as_a_waste_of_time():
+    empty = b"".join(compress_frames(b""))
+    assert b"".join(decompress_frames(empty, 0)) == b""
+    tiny = b"\x04\x22\x4d\x18\x40\x40\xc0\x00\x00\x00\x00"
+    with pytest.raises(CodecError, match="empty lz4 frame"):
+        list(decompress_frames(tiny * 1000, 100))

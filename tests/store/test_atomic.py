@@ -107,10 +107,96 @@ def test_a_file_where_a_folder_should_be_is_an_error_that_names_the_target(tmp_p
         pytest.fail("the block must not run")
 
 
-def test_an_error_about_another_file_is_passed_on_unchanged(tmp_path):
-    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "file"):
-        Path("/nowhere/at/all").read_bytes()
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "absent", "/nowhere"), TimeoutError("no batch"), ConnectionResetError("gone")]
+)
+def test_errors_of_whoever_produces_the_data_are_passed_on_unchanged(tmp_path, error):
+    with pytest.raises(type(error)) as caught, atomic_write(tmp_path / "file"):
+        raise error
+    assert caught.value is error
     assert leftovers(tmp_path) == []
+
+
+def test_a_missing_input_in_the_same_folder_is_not_taken_for_a_failed_write(tmp_path):
+    with pytest.raises(FileNotFoundError, match="input"), atomic_write(tmp_path / "file"):
+        (tmp_path / "input").read_bytes()
+
+
+def test_a_path_through_a_file_is_an_error_that_names_the_target(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with (
+        pytest.raises(WriteError, match="cannot write .*/file/a/b/c"),
+        atomic_write(tmp_path / "file" / "a" / "b" / "c"),
+    ):
+        pytest.fail("the block must not run")
+
+
+def test_pipes_and_devices_are_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(WriteError, match="exists and is not a regular file"), atomic_write(tmp_path / "pipe"):
+        pytest.fail("the block must not run")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_the_owner_of_a_replaced_file_is_kept(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    os.chown(path, 65534, 65534)
+    path.chmod(0o600)
+    with atomic_write(path) as file:
+        file.write(b"new")
+    assert (path.stat().st_uid, path.stat().st_gid, stat.S_IMODE(path.stat().st_mode)) == (65534, 65534, 0o600)
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "pass", "raise ValueError"])
+def test_a_child_forked_inside_the_block_leaves_the_file_to_its_parent(tmp_path, start, ending):
+    script = f"""
+        import os, sys
+        from slipstream.store import atomic_write
+        child = None
+        try:
+            with atomic_write(sys.argv[1]) as file:
+                file.write(b"first ")
+                child = os.fork()
+                if child == 0:
+                    file.write(b"")
+                    {ending}
+                else:
+                    os.waitpid(child, 0)
+                    file.write(b"second")
+        except ValueError:
+            pass
+        if child:
+            print(open(sys.argv[1]).read())
+    """
+    output, _ = start(script, tmp_path / "file").communicate(timeout=60)
+    assert output == "first second\n"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_flushed_is_noticed_before_anything_is_replaced(tmp_path, start):
+    folder = tmp_path / "unreadable"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"old")
+    folder.chmod(0o333)
+    for parent in (folder.parent, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    script = """
+        import os, sys
+        from slipstream.store import atomic_write
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        try:
+            with atomic_write(sys.argv[1]) as file:
+                file.write(b"new")
+        except OSError as error:
+            print(type(error).__name__, error)
+    """
+    output, _ = start(script, folder / "file").communicate(timeout=60)
+    folder.chmod(0o755)
+    assert output == f"WriteError cannot write {folder / 'file'}: Permission denied\n"
+    assert (folder / "file").read_bytes() == b"old"
 
 
 def test_a_file_size_limit_is_a_disk_full_error_and_the_old_file_stays(tmp_path):

@@ -114,7 +114,7 @@ def test_reading_into_given_memory(tmp_path):
     out = np.empty((50, 3), np.float32)
     with Container(path) as container:
         assert container.read("x", out=out) is out
-        with pytest.raises(ValueError, match=r"out is float32\[50, 3\], entry 'x' needs contiguous float32\[2, 3\]"):
+        with pytest.raises(CodecError, match=r"out is float32\[50, 3\], expected a contiguous, writable array"):
             container.read("x", slice(0, 2), out=out)
     assert (out == numbers(50, 3)).all()
 
@@ -291,3 +291,114 @@ def test_files_of_version_1_load_for_ever(path):
 
 def test_there_are_golden_files():
     assert len(list(DATA.glob("container_v1_*.slip"))) == 1
+
+
+def test_an_entry_that_failed_leaves_no_trace_and_the_writer_goes_on(tmp_path, monkeypatch):
+    array = np.random.default_rng(0).normal(size=200_000)
+    encode = Planes.encode
+    calls = 0
+
+    def fail_late(self: Planes, *arguments: Any) -> bytes:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError("no more")
+        return encode(self, *arguments)
+
+    with write_container(tmp_path / "a.slip", chunk_bytes=1 << 18, threads=1) as writer:
+        monkeypatch.setattr(Planes, "encode", fail_late)
+        with pytest.raises(MemoryError):
+            writer.add("x", array, Planes())
+        writer.add("x", array, Planes())
+    with Container(tmp_path / "a.slip") as container:
+        assert (container.read("x") == array).all()
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda writer: writer.add(5, numbers(3)),
+        lambda writer: writer.set(5, 1),
+        lambda writer: writer.set("m", {1: "a", "1": "b"}),
+        lambda writer: writer.set("m", np.float32(1)),
+        lambda writer: writer.set("m", [{"deep": {2: 3}}]),
+    ],
+)
+def test_what_could_not_be_read_again_is_refused_when_it_is_added(tmp_path, misuse):
+    with write_container(tmp_path / "a.slip") as writer:
+        with pytest.raises(TypeError, match="expected"):
+            misuse(writer)
+        writer.add("x", numbers(3))
+    with Container(tmp_path / "a.slip") as container:
+        assert list(container.entries) == ["x"]
+
+
+def test_too_many_axes_and_a_kind_that_is_no_string_are_refused(tmp_path):
+    with write_container(tmp_path / "a.slip") as writer, pytest.raises(ValueError, match="33 axes, at most 32"):
+        writer.add("x", np.zeros((1,) * 33))
+    with pytest.raises(TypeError, match="kind is None"), write_container(tmp_path / "b.slip", kind=None):  # type: ignore[arg-type]
+        pytest.fail("the block must not run")
+
+
+def test_a_value_is_copied_when_it_is_set(tmp_path):
+    history = [1]
+    with write_container(tmp_path / "a.slip") as writer:
+        writer.set("history", history)
+        history.append(2)
+    with Container(tmp_path / "a.slip") as container:
+        assert container.values == {"history": [1]}
+
+
+@pytest.mark.parametrize("reference", [numbers(4, 3), numbers(100), numbers(3, 4, dtype="f8"), [[1.0]]])
+def test_a_reference_that_does_not_fit_is_refused_on_writing_and_on_reading(tmp_path, reference):
+    array = numbers(3, 4)
+    with write_container(tmp_path / "a.slip") as writer:
+        with pytest.raises(CodecError, match="they must match"):
+            writer.add("bad", array, Difference(), reference)
+        writer.add("good", array, Difference(), array + 1)
+    with Container(tmp_path / "a.slip") as container, pytest.raises(CodecError, match="they must match"):
+        container.read("good", reference=reference)
+
+
+def test_a_difference_may_be_read_over_its_own_reference(tmp_path):
+    old = np.random.default_rng(0).normal(size=(300, 1000)).astype(np.float32)
+    new = old * np.float32(1.01)
+    with write_container(tmp_path / "a.slip", chunk_bytes=1 << 16) as writer:
+        writer.add("x", new, Difference(), old)
+    with Container(tmp_path / "a.slip") as container:
+        assert (container.read("x", reference=old, out=old) == new).all()
+
+
+def test_closing_while_another_thread_reads_lets_the_read_finish(tmp_path):
+    path = write(tmp_path / "a.slip", {"x": np.random.default_rng(0).normal(size=(50, 4000))}, chunk_bytes=1 << 14)
+    problems: list[BaseException] = []
+
+    def read(container: Container) -> None:
+        try:
+            container.read("x", threads=1)
+        except ValueError as error:
+            if isinstance(error, CorruptFileError) or "is closed" not in str(error):
+                problems.append(error)
+        except OSError as error:
+            problems.append(error)
+
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(60):
+        container = Container(path)
+        thread = threading.Thread(target=read, args=(container,))
+        thread.start()
+        container.close()
+        with path.open("rb"):  # takes the descriptor's number if it was freed too soon
+            thread.join()
+    assert problems == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_pickled_container_finds_its_file_from_another_folder(tmp_path, monkeypatch):
+    write(tmp_path / "a.slip", {"x": numbers(3)})
+    monkeypatch.chdir(tmp_path)
+    with Container("a.slip") as container:
+        content = pickle.dumps(container)
+    monkeypatch.chdir("/")
+    with pickle.loads(content) as copy:
+        assert copy.read("x").size == 3

@@ -194,6 +194,7 @@ AT = _HEADER.size
         {"shape": [2**48], "chunk_shape": [2**48]},
         {"shape": [2**24], "chunk_shape": [2**24]},
         {"shape": [2**40], "chunk_shape": [1]},
+        {"shape": [0, 2**47, 2**47], "chunk_shape": [0, 1, 1], "chunks": []},
         {"shape": [-4]},
         {"shape": [4.0]},
         {"shape": [True]},
@@ -367,6 +368,21 @@ json_values = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
     max_leaves=8,
 )
+
+
+def test_a_chunk_longer_than_any_codec_makes_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "f"
+    length = 3 << 30
+    index = json.dumps(document(b"", chunks=[[AT, length, CHECKSUM]], codec={"name": "zstd"})).encode()
+    header = _HEADER.pack(MAGIC, 1, 0)
+    fields = struct.pack("<QQQ", AT + length, len(index), xxhash.xxh3_64_intdigest(index))
+    footer = fields + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(header + fields), END_MAGIC)
+    with path.open("wb") as file:  # sparse: 3 GiB that take no room on the disk
+        file.write(header)
+        file.seek(AT + length)
+        file.write(index + footer)
+    with pytest.raises(CorruptFileError, match="a chunk of 3221225472 bytes for 16 bytes of content"):
+        Container(path)
 
 
 @settings(max_examples=300, deadline=None)

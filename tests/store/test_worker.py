@@ -173,7 +173,7 @@ def test_several_failures_are_counted():
     worker.submit(fail, "one")
     worker.submit(fail, "two")
     gate.opened.set()
-    with pytest.raises(BackgroundError, match=r"an earlier job failed \(and 1 more\): one"):
+    with pytest.raises(BackgroundError, match=r"an earlier job failed \(and 1 more, which are in the log\): one"):
         worker.close()
 
 
@@ -231,18 +231,20 @@ def test_what_a_job_holds_on_to_is_freed_when_it_is_done_even_if_it_failed():
         worker.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="scheduling classes are Linux's")
-def test_the_background_and_the_threads_it_starts_run_at_idle_priority():
-    def policies() -> list[int]:
-        found = [os.sched_getscheduler(0)]
-        child = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0)))
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority per thread")
+def test_the_background_and_the_threads_it_starts_run_at_low_priority():
+    def niceness() -> list[int]:
+        found = [os.getpriority(os.PRIO_PROCESS, threading.get_native_id())]
+        child = threading.Thread(
+            target=lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        )
         child.start()
         child.join()
         return found
 
     with Worker() as worker:
-        assert worker.submit(policies).result(30) == [os.SCHED_IDLE, os.SCHED_IDLE]
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+        assert worker.submit(niceness).result(30) == [10, 10]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == 0
 
 
 def test_many_threads_may_submit_at_once():
@@ -256,6 +258,140 @@ def test_many_threads_may_submit_at_once():
     worker.close()
     assert len(done) == 300
     assert worker.queue_size == 0
+
+
+@pytest.mark.parametrize("policy", ["block", "skip_oldest", "raise"])
+def test_the_bound_holds_however_many_threads_submit(policy):
+    worker = Worker(max_queue_size=2, policy=policy)
+    most = 0
+
+    def submit() -> None:
+        nonlocal most
+        for _ in range(60):
+            try:
+                worker.submit(time.sleep, 0)
+            except QueueFullError:
+                continue
+            most = max(most, worker.queue_size)
+
+    crew = [threading.Thread(target=submit) for _ in range(8)]
+    for thread in crew:
+        thread.start()
+    for thread in crew:
+        thread.join()
+    worker.close()
+    assert most <= 2
+    assert not worker._waiting
+
+
+def test_a_callback_that_raises_anything_does_not_stop_the_background(caplog):
+    worker = Worker()
+    gate = busy(worker)
+    handle = worker.submit(lambda: None)
+    handle.add_done_callback(lambda _: sys.exit(3))
+    gate.opened.set()
+    assert worker.submit(lambda: "still here").result(30) == "still here"
+    worker.close()
+    assert "a callback of a finished job failed" in caplog.text
+
+
+def test_room_can_be_filled_once_and_is_given_back_if_it_is_not():
+    worker = Worker(max_queue_size=1)
+    with worker.room():
+        assert worker.queue_size == 1
+    assert worker.queue_size == 0
+    with worker.room() as put:
+        handle = put(lambda: 1)
+        with pytest.raises(RuntimeError, match="filled already"):
+            put(lambda: 2)
+    assert handle.result(30) == 1
+    worker.close()
+    assert worker.queue_size == 0
+
+
+def test_flush_waits_for_what_was_queued_and_not_for_what_others_add():
+    worker = Worker(max_queue_size=4)
+    stop = threading.Event()
+
+    def pump() -> None:
+        while not stop.is_set():
+            worker.submit(time.sleep, 0.001)
+
+    thread = threading.Thread(target=pump)
+    thread.start()
+    try:
+        mine = worker.submit(lambda: "mine")
+        worker.flush(timeout=30)
+        assert mine.done()
+    finally:
+        stop.set()
+        thread.join()
+    worker.close()
+
+
+def test_a_submit_that_waits_for_room_is_refused_when_the_worker_closes():
+    worker = Worker(max_queue_size=1)
+    gate = busy(worker)
+    refused: list[str] = []
+
+    def late() -> None:
+        try:
+            worker.submit(lambda: None)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    time.sleep(0.05)
+    with pytest.raises(TimeoutError):
+        worker.close(timeout=0.01)
+    gate.opened.set()
+    thread.join()
+    assert len(refused) == 1
+    assert "is closed" in refused[0]
+    worker.close()
+
+
+def test_a_job_cannot_flush_the_queue_it_is_in():
+    worker = Worker()
+    with pytest.raises(RuntimeError, match="cannot wait for jobs that wait for it"):
+        worker.submit(worker.flush).result(30)
+    worker.close()
+
+
+def test_a_cancelled_job_gives_its_place_to_the_next():
+    worker = Worker(max_queue_size=2, policy="raise")
+    gate = busy(worker)
+    assert worker.submit(lambda: None).cancel()
+    handle = worker.submit(lambda: "next")
+    gate.opened.set()
+    assert handle.result(30) == "next"
+    worker.close()
+
+
+def test_a_failure_with_a_cause_does_not_keep_what_its_frames_held():
+    class Snapshot:
+        pass
+
+    def inner(snapshot: Snapshot) -> None:
+        raise OSError(type(snapshot).__name__)
+
+    def outer(snapshot: Snapshot) -> None:
+        try:
+            inner(snapshot)
+        except OSError as error:
+            raise ValueError("wrapped") from error
+
+    worker = Worker()
+    snapshot = Snapshot()
+    alive = weakref.ref(snapshot)
+    handle = worker.submit(outer, snapshot)
+    del snapshot
+    error = handle.exception(30)
+    gc.collect()
+    assert isinstance(error, ValueError)
+    assert alive() is None
+    worker.close()
 
 
 # What happens at the end of a process can only be seen from another one.
@@ -332,6 +468,98 @@ def test_a_handler_that_was_there_is_called_after_draining(tmp_path):
     result = run(script, tmp_path)
     assert result.stdout == "handler 15 ['a', 'b', 'c']\n"
     assert result.returncode == 7
+
+
+def test_a_handler_that_calls_the_one_before_it_still_ends_the_process(tmp_path):
+    script = """
+        save_some()
+        before = signal.getsignal(signal.SIGTERM)
+        def mine(number, frame):
+            print("mine", flush=True)
+            before(number, frame)
+        signal.signal(signal.SIGTERM, mine)
+        worker.submit(slow, "d")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+    """
+    result = run(script, tmp_path)
+    assert (result.stdout, result.returncode) == ("mine\n", -signal.SIGTERM)
+    assert saved(tmp_path) == "abcd"
+
+
+def test_sigterm_while_the_main_thread_holds_a_lock_that_a_job_needs_loses_nothing(tmp_path):
+    script = """
+        lock = threading.Lock()
+        def locked(name):
+            with lock:
+                slow(name)
+        with lock:
+            worker.submit(locked, "a")
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(20):
+                time.sleep(0.01)
+        time.sleep(30)
+    """
+    assert run(script, tmp_path).returncode == -signal.SIGTERM
+    assert saved(tmp_path) == "a"
+
+
+def test_sigterm_inside_a_room_that_is_held_does_not_wait_for_it(tmp_path):
+    script = """
+        save_some()
+        with worker.room():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+    """
+    started = time.monotonic()
+    assert run(script, tmp_path).returncode == -signal.SIGTERM
+    assert time.monotonic() - started < 25
+    assert saved(tmp_path) == "abc"
+
+
+def test_sigterm_while_another_thread_keeps_submitting_ends_the_process(tmp_path):
+    script = """
+        def pump():
+            while True:
+                worker.submit(time.sleep, 0.001)
+        save_some()
+        threading.Thread(target=pump, daemon=True).start()
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+    """
+    assert run(script, tmp_path).returncode == -signal.SIGTERM
+    assert saved(tmp_path) == "abc"
+
+
+def test_sigterm_drains_what_only_other_threads_submitted(tmp_path):
+    script = """
+        thread = threading.Thread(target=save_some)
+        thread.start()
+        thread.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+    """
+    assert run(script, tmp_path).returncode == -signal.SIGTERM
+    assert saved(tmp_path) == "abc"
+
+
+def test_jobs_stay_in_order_while_the_process_ends(tmp_path):
+    script = """
+        order = []
+        def note(number):
+            time.sleep(0.1)
+            order.append(number)
+            (folder / "order").write_text(str(order))
+        for number in range(3):
+            worker.submit(note, number)
+        def late():
+            time.sleep(0.05)
+            worker.submit(note, 3)
+        threading.Thread(target=late).start()
+    """
+    assert run(script, tmp_path).returncode == 0
+    assert (tmp_path / "order").read_text() == "[0, 1, 2, 3]"
 
 
 def test_a_handler_that_carries_on_carries_on(tmp_path):

@@ -5,6 +5,7 @@ Commands import what they need when they run; this module imports neither torch 
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -56,6 +57,9 @@ def main() -> None:
     """Run the command line; an error that we foresee is one line on stderr and exit code 2."""
     from slipstream.errors import SlipstreamError  # noqa: PLC0415
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to stop
     try:
         app()
     except SlipstreamError as error:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.filesize import decimal
-from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+from slipstream.cli.output import console, plain, print_json, print_table
 from slipstream.store import Container, Entry
 
 
@@ -22,7 +20,7 @@ def inspect(file: Path, *, as_json: bool) -> None:
         entries = list(container.entries.values())
         raw, stored = (sum(getattr(entry, size) for entry in entries) for size in ("nbytes", "stored_bytes"))
         if as_json:
-            _print_json(
+            print_json(
                 {
                     "file": str(file),
                     "kind": container.kind,
@@ -33,27 +31,27 @@ def inspect(file: Path, *, as_json: bool) -> None:
                 }
             )
             return
-        table = Table(title=escape(f"{file}: {container.kind}"), box=SIMPLE_HEAD)
-        table.add_column("name", overflow="fold")
-        for column in ("dtype", "shape", "codec"):
+        table = Table(title=plain(f"{file}: {container.kind}"), box=SIMPLE_HEAD)
+        for column in ("name", "dtype", "shape", "codec"):
             table.add_column(column, no_wrap=True)
         for column in ("size", "stored", "ratio"):
             table.add_column(column, justify="right", no_wrap=True)
         for entry in entries:
             table.add_row(
-                escape(entry.name),
+                plain(entry.name),
                 entry.dtype.name,
                 "x".join(map(str, entry.shape)),
                 entry.codec.name,
                 decimal(entry.nbytes),
                 decimal(entry.stored_bytes),
-                _ratio(entry.nbytes, entry.stored_bytes),
+                ratio(entry.nbytes, entry.stored_bytes),
             )
-        console = Console()
-        console.print(table)
-        console.print(
-            f"{len(entries)} arrays, {decimal(raw)} packed into {decimal(stored)} ({_ratio(raw, stored)}); "
-            f"{len(container.values)} values; written by {escape(container.written_by)}"
+        print_table(table)
+        console().print(
+            plain(
+                f"{len(entries)} arrays, {decimal(raw)} packed into {decimal(stored)} ({ratio(raw, stored)}); "
+                f"{len(container.values)} values; written by {container.written_by}"
+            )
         )
 
 
@@ -61,7 +59,7 @@ def verify(file: Path, *, as_json: bool) -> bool:
     """Check every chunk of a container, print the damage, and return whether there is none."""
     with Container(file) as container:
         chunks = sum(len(entry.chunks) for entry in container.entries.values())
-        progress = Console(stderr=True)
+        progress = console(stderr=True)
         outcomes = track(
             container.find_damage(),
             "checking",
@@ -72,12 +70,17 @@ def verify(file: Path, *, as_json: bool) -> bool:
         )
         damage = [str(error) for error in outcomes if error is not None]
     if as_json:
-        _print_json({"file": str(file), "chunks": chunks, "damage": damage})
+        print_json({"file": str(file), "chunks": chunks, "damage": damage})
     else:
         verdict = f"{len(damage)} of {chunks} chunks are damaged" if damage else f"all {chunks} chunks are sound"
         for line in (*damage, f"{file}: {verdict}"):
-            Console(soft_wrap=True).print(escape(line))
+            console().print(plain(line))
     return not damage
+
+
+def ratio(raw: int, stored: int) -> str:
+    """Say how many times smaller something got."""
+    return f"{raw / stored:.2f}x" if stored else "-"
 
 
 def _describe(entry: Entry) -> dict[str, Any]:
@@ -90,11 +93,3 @@ def _describe(entry: Entry) -> dict[str, Any]:
         "bytes": entry.nbytes,
         "stored_bytes": entry.stored_bytes,
     }
-
-
-def _ratio(raw: int, stored: int) -> str:
-    return f"{raw / stored:.2f}x" if stored else "-"
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    Console(soft_wrap=True).print_json(json.dumps(document))

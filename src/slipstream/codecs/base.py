@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.codecs.entropy import as_bytes
-from slipstream.codecs.words import Words, as_words, is_float, word_dtype
+from slipstream.codecs.words import Words, as_words, is_float, own_scratch, word_dtype
 from slipstream.errors import CodecError
 
 Buffer = bytes | bytearray | memoryview | NDArray[Any]
@@ -47,13 +47,32 @@ def part_shape(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> tuple
     return tuple(part)
 
 
+def check_out(out: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Raise `CodecError` unless `out` is memory that an array of this dtype and shape can be decoded into."""
+    fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape
+    if not fits or not out.flags.c_contiguous or not out.flags.writeable:
+        raise CodecError(
+            f"out is {out.dtype}{list(out.shape)}, expected a contiguous, writable array {dtype}{list(shape)}"
+        )
+
+
+def check_reference(reference: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return `reference` as an array; raise `CodecError` unless it is of this dtype and shape."""
+    reference = np.asarray(reference)
+    if reference.dtype != dtype or reference.shape != shape:
+        raise CodecError(
+            f"reference is {reference.dtype}{list(reference.shape)}, the array is {dtype}{list(shape)}: they must match"
+        )
+    return reference
+
+
 class Codec(ABC):
     """Base of all codecs; subclasses are frozen dataclasses whose fields are their settings.
 
     A codec never changes the array it is given, may be used from several threads at once, and spends its time in NumPy
     and compression libraries that release the GIL. Decoding needs no setting that the payload does not carry, so any
-    instance of a class decodes what another instance encoded. Peak memory while coding is at most twice the size of
-    the array plus 32 MiB per thread.
+    instance of a class decodes what another instance encoded. Peak memory while encoding is at most twice the size of
+    the array plus 32 MiB per thread, and once more its size for each array that is not contiguous.
 
     Example:
         >>> import numpy as np
@@ -97,7 +116,7 @@ class Codec(ABC):
             payload: What `encode` returned.
             dtype: Element type of the array.
             shape: Shape of the array.
-            reference: The array that was given to `encode`, for codecs with `needs_reference`.
+            reference: The array that was given to `encode`, for codecs with `needs_reference`; it may be `out` itself.
             out: Memory to decode into, contiguous and of that dtype and shape; allocated if absent.
 
         Raises:
@@ -128,7 +147,9 @@ class WordCodec(Codec):
         """Pack an array; see `Codec.encode`."""
         array = np.asarray(array)
         layout = Layout(array.shape, is_float(array.dtype))
-        return self._encode(as_words(array), layout, self._reference_words(reference, array.dtype, array.shape))
+        words, other = as_words(array), self._reference_words(reference, array.dtype, array.shape)
+        with own_scratch():
+            return self._encode(words, layout, other)
 
     def decode(
         self,
@@ -146,10 +167,10 @@ class WordCodec(Codec):
             raise CodecError(f"an array of shape {shape} cannot be decoded")
         if out is None:
             out = np.empty(shape, dtype)
-        elif out.dtype != dtype or out.shape != shape or not out.flags.c_contiguous:
-            raise CodecError(f"out is {out.dtype}{list(out.shape)}, expected contiguous {dtype}{list(shape)}")
-        layout = Layout(shape, is_float(dtype))
-        self._decode(as_bytes(payload), as_words(out), layout, self._reference_words(reference, dtype, shape))
+        check_out(out, dtype, shape)
+        words, other = as_words(out), self._reference_words(reference, dtype, shape)
+        with own_scratch():
+            self._decode(as_bytes(payload), words, Layout(shape, is_float(dtype)), other)
         return out
 
     def _reference_words(
@@ -159,13 +180,7 @@ class WordCodec(Codec):
             return None
         if reference is None:
             raise CodecError(f"codec {self.name!r} needs a reference array and was given none")
-        reference = np.asarray(reference)
-        if reference.dtype != dtype or reference.shape != shape:
-            raise CodecError(
-                f"reference is {reference.dtype}{list(reference.shape)}, "
-                f"the array is {dtype}{list(shape)}: they must match"
-            )
-        return as_words(reference)
+        return as_words(check_reference(reference, dtype, shape))
 
     @abstractmethod
     def _encode(self, words: Words, layout: Layout, reference: Words | None) -> bytes:

@@ -43,14 +43,15 @@ class Difference(PlaneCodec):
         floating = bool(payload[0])
         used = 1
         for block in _blocks(out):
-            mine = out[block]
+            mine, other = (scratch(slot, out[block].size, out.dtype) for slot in ("mine", "other"))
             used += unpack_words(payload[used:], mine)
             unzigzag(mine, mine)
-            other = scratch("other", mine.size, out.dtype)
-            _to_integers(_given(reference)[block], other, floating)
+            _to_integers(_given(reference)[block], other, floating)  # before `out`, which may be the same memory
             np.add(mine, other, out=mine)
             if floating:
-                flip_negative(mine, mine)
+                flip_negative(mine, out[block])
+            else:
+                np.copyto(out[block], mine)
         expect_end(payload, used)
 
 

@@ -25,6 +25,7 @@ MAX_LEVEL: int = lz4.frame.COMPRESSIONLEVEL_MAX
 
 _MAGIC = 0x184D2204
 _SKIPPABLE = range(0x184D2A50, 0x184D2A60)
+_SMALLEST_FRAME = 16
 _BEST_RATIO = 255
 """No LZ4 block expands more than this, so a frame that claims to is lying."""
 
@@ -142,6 +143,8 @@ def find_frames(view: memoryview) -> Iterator[Frame]:
         if magic != _MAGIC:
             raise CodecError(f"no lz4 frame at byte {position}")
         stop, content_bytes = _walk(view, position)
+        if stop - position < _SMALLEST_FRAME and (position or stop < len(view)):
+            raise CodecError(f"an empty lz4 frame at byte {position} among others")
         if content_bytes is not None and content_bytes > _BEST_RATIO * (stop - position):
             raise CodecError(f"lz4 frame of {stop - position} bytes claims {content_bytes} bytes of content")
         yield Frame(position, stop, content_bytes)

@@ -74,7 +74,10 @@ class _Crew(Generic[T, R]):
             self._given += 1
             self._changed.notify_all()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else the frame and the traceback keep each other, and the item, alive
         return result  # type: ignore[return-value]
 
     def dismiss(self) -> None:

@@ -6,8 +6,10 @@ buffer, or into per-thread scratch memory: for arrays of about 1 MiB a fresh all
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -51,16 +53,35 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "fc" and dtype.isnative
 
 
+@contextlib.contextmanager
+def own_scratch() -> Iterator[None]:
+    """Give the block scratch memory of its own.
+
+    A signal handler or a finalizer may use a codec while this thread is in the middle of another: each use, however
+    deeply nested, has its own buffers, which the next use at the same depth finds again.
+    """
+    depth = _scratch.__dict__.get("depth", 0)
+    levels: list[dict[str, NDArray[np.uint8]]] = _scratch.__dict__.setdefault("levels", [])
+    if len(levels) == depth:
+        levels.append({})
+    _scratch.depth = depth + 1
+    try:
+        yield
+    finally:
+        _scratch.depth = depth
+
+
 def scratch(slot: str, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return uninitialised memory for `count` items, reused by the next call with the same slot on this thread.
 
-    The caller must be done with it before anything else on the thread asks for the same slot. Requests above 8 MiB get
-    memory of their own, so that a thread never holds on to more than that per slot.
+    Call it inside `own_scratch`, and be done with the memory before asking for the same slot again. Requests above
+    8 MiB get memory of their own, so that a thread never holds on to more than that per slot.
     """
     nbytes = count * dtype.itemsize
-    if nbytes > _SCRATCH_LIMIT_BYTES:
+    depth: int = _scratch.__dict__.get("depth", 0)
+    if nbytes > _SCRATCH_LIMIT_BYTES or not depth:
         return np.empty(count, dtype)
-    buffers: dict[str, NDArray[np.uint8]] = _scratch.__dict__
+    buffers: dict[str, NDArray[np.uint8]] = _scratch.levels[depth - 1]
     buffer = buffers.get(slot)
     if buffer is None or buffer.nbytes < nbytes:
         buffer = buffers[slot] = np.empty(max(nbytes, 1 << 16), np.uint8)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from slipstream.errors import DiskFullError, WriteError
 
@@ -30,13 +31,14 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file for writing that appears under `path`, complete and durable, when the block ends without an error.
 
     On any error, and on `kill -9`, an older file at `path` stays as it was. Missing parent folders are created. A
-    symbolic link is followed, and the permissions of a replaced file are kept. Blocks until the data is on disk.
+    symbolic link is followed; permissions, and if we may the owner, of a replaced file are kept. Blocks until the data
+    is on disk. A child that is forked inside the block leaves the file to its parent.
 
     Args:
         path: The file to create or replace.
 
     Yields:
-        A binary file, positioned at its start.
+        A binary file without a buffer, positioned at its start; ``write`` writes everything or raises.
 
     Raises:
         DiskFullError: If the disk, a quota or a file-size limit is exhausted.
@@ -49,27 +51,42 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         b'hello'
     """
     target = Path(os.path.realpath(path))
-    with _naming(target):
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    owner = os.getpid()
+    with _naming(target), contextlib.ExitStack() as cleanup:
+        _check_target(target)
         make_folder(target.parent)
         if str(target.parent) not in _swept:
             sweep(target.parent)
             _swept.add(str(target.parent))
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)  # now, while failing costs nothing
+        cleanup.callback(os.close, folder)
         temporary, descriptor = _create_locked(target.parent)
+        cleanup.pop_all()
     try:
-        with _naming(target), os.fdopen(descriptor, "wb") as file:
-            with contextlib.suppress(FileNotFoundError):
-                os.fchmod(descriptor, stat.S_IMODE(target.stat().st_mode))
-            yield file
-            file.flush()
-            os.fsync(descriptor)
-            temporary.replace(target)
-            sync_folder(target.parent)
+        file = _WholeFile(descriptor, target)
+        try:
+            yield cast("BinaryIO", file)
+            if os.getpid() == owner:
+                with _naming(target):
+                    _inherit(target, descriptor)
+                    os.fsync(descriptor)
+                    temporary.replace(target)
+        finally:
+            file.close()
     except BaseException:
-        with contextlib.suppress(OSError):  # gone already if the rename was done and only the last sync failed
-            temporary.unlink()
+        os.close(folder)
+        if os.getpid() == owner:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
         raise
+    try:
+        if os.getpid() == owner:
+            _sync_descriptor(folder)
+    except OSError as error:
+        reason = f"wrote {target}, which a power cut may still undo: its folder cannot be flushed ({error.strerror})"
+        raise WriteError(error.errno, reason) from error
+    finally:
+        os.close(folder)
 
 
 def make_folder(folder: Path) -> None:
@@ -87,10 +104,7 @@ def sync_folder(folder: Path) -> None:
     """Flush the entries of `folder` to the disk: without it a rename may be undone by a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
-            raise
+        _sync_descriptor(descriptor)
     finally:
         os.close(descriptor)
 
@@ -120,6 +134,54 @@ def sweep(folder: str | os.PathLike[str]) -> list[Path]:
     return swept
 
 
+class _WholeFile(io.FileIO):
+    """A file whose writes are never partial, and whose errors say which file could not be written.
+
+    It has no buffer: a forked child would flush its copy of one into the parent's file.
+    """
+
+    def __init__(self, descriptor: int, target: Path) -> None:
+        super().__init__(descriptor, "wb")
+        self._target = target
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+        done = 0
+        with _naming(self._target):
+            while done < len(view):
+                done += super().write(view[done:]) or 0
+        return done
+
+
+def _check_target(target: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        mode = target.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it exists and is not a regular file")
+
+
+def _inherit(target: Path, descriptor: int) -> None:
+    """Take over the owner and the permissions of the file that is about to be replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        status = target.stat()
+        mine = os.fstat(descriptor)
+        if (status.st_uid, status.st_gid) != (mine.st_uid, mine.st_gid):
+            with contextlib.suppress(OSError):  # only root may give files away
+                os.fchown(descriptor, status.st_uid, status.st_gid)
+        os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
+
+
+def _sync_descriptor(folder: int) -> None:
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
+            raise
+
+
 def _create_locked(folder: Path) -> tuple[Path, int]:
     """Create a temporary file and lock it; tries again if a sweep took it for litter before it was locked."""
     while True:
@@ -139,16 +201,11 @@ def _create_locked(folder: Path) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def _naming(target: Path) -> Iterator[None]:
-    """Turn an error of the operating system into one that says which file could not be written.
-
-    An error that names another file, raised by whoever produces the data, is not ours and passes unchanged.
-    """
+    """Turn an error of the operating system into one that says which file could not be written."""
     try:
         yield
     except WriteError:
         raise
     except OSError as error:
-        if error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(target.parent):
-            raise
         kind = DiskFullError if error.errno in _NO_SPACE else WriteError
         raise kind(error.errno, f"cannot write {target}: {error.strerror or error}") from error

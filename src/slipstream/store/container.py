@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import math
 import os
 import stat
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +25,11 @@ from numpy.typing import NDArray
 
 from slipstream import __version__
 from slipstream.codecs import Auto, Codec, Raw, parallel_map, part_shape
-from slipstream.codecs.words import scratch, word_dtype
+from slipstream.codecs.base import check_out, check_reference
+from slipstream.codecs.words import own_scratch, scratch, word_dtype
 from slipstream.errors import CodecError, CorruptFileError, FormatVersionError, MissingEntryError
 from slipstream.store.atomic import atomic_write
-from slipstream.store.index import MAX_CHUNK_BYTES, MAX_INDEX_BYTES, Chunk, Entry, Grid, Index
+from slipstream.store.index import MAX_AXES, MAX_CHUNK_BYTES, MAX_INDEX_BYTES, Chunk, Entry, Grid, Index
 
 MAGIC = b"\x89SLIP\r\n\x1a"
 END_MAGIC = b"\x1a\n\rPILS\x89"
@@ -48,6 +51,7 @@ class ContainerWriter:
         self._threads = threads
         self._entries: dict[str, Entry] = {}
         self._values: dict[str, Any] = {}
+        self._sound = True
         self._header = _HEADER.pack(MAGIC, VERSION, 0)
         self._file.write(self._header)
         self._position = len(self._header)
@@ -69,10 +73,16 @@ class ContainerWriter:
             ValueError: If the name is taken.
             UnsupportedDtypeError: If the elements are not plain numbers.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"the name of an entry is {name!r}, expected a string")
         if name in self._entries:
             raise ValueError(f"the container has an entry {name!r} already")
         array = np.asarray(array)
         word_dtype(array.dtype)
+        if array.ndim > MAX_AXES:
+            raise ValueError(f"entry {name!r} has {array.ndim} axes, at most {MAX_AXES} can be stored")
+        if reference is not None:
+            reference = check_reference(reference, array.dtype, array.shape)
         if codec is None or isinstance(codec, Auto):
             codec = (codec or Auto()).choose(array, reference)
         array = np.ascontiguousarray(array).reshape(array.shape)
@@ -86,11 +96,19 @@ class ContainerWriter:
             payload = codec.encode(flat[part].reshape(shape), other)
             return payload, xxhash.xxh3_64_intdigest(payload)
 
-        chunks = []
-        for payload, checksum in parallel_map(encode, range(grid.count()), self._threads):
-            self._file.write(payload)
-            chunks.append(Chunk(self._position, len(payload), checksum))
-            self._position += len(payload)
+        chunks, position = [], self._position
+        try:
+            for payload, checksum in parallel_map(encode, range(grid.count()), self._threads):
+                self._file.write(payload)
+                chunks.append(Chunk(position, len(payload), checksum))
+                position += len(payload)
+        except BaseException:  # the caller may go on: leave no trace of this entry
+            self._sound = False
+            self._file.seek(self._position)
+            self._file.truncate()
+            self._sound = True
+            raise
+        self._position = position
         entry = Entry(name, array.dtype, grid, codec, tuple(chunks))
         self._entries[name] = entry
         return entry
@@ -101,14 +119,22 @@ class ContainerWriter:
         return dict(self._entries)
 
     def set(self, name: str, value: Any) -> None:
-        """Keep a small JSON value (numbers, strings, lists, dicts with string keys) under `name`, in the index."""
-        self._values[name] = value
+        """Keep a small JSON value (numbers, strings, lists, dicts with string keys) under `name`, in the index.
+
+        It is copied now. What JSON cannot hold raises `TypeError` or `ValueError`.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a value is {name!r}, expected a string")
+        self._values[name] = json.loads(Index("", "", {}, {name: value}).to_json())["values"][name]
 
     def finish(self) -> None:
         """Write index and footer; `write_container` calls it."""
+        if not self._sound:
+            raise ValueError("the container was damaged by a failed write and cannot be finished")
         text = Index(self._kind, f"slipstream {__version__}", self._entries, self._values).to_json()
         if len(text) > MAX_INDEX_BYTES:
             raise ValueError(f"the container's index is {len(text)} bytes, at most {MAX_INDEX_BYTES} are allowed")
+        Index.parse(text, _HEADER.size, self._position)  # whatever we write, we can read
         self._file.write(text)
         self._file.write(_footer(self._header, self._position, text))
 
@@ -148,6 +174,8 @@ def write_container(
         ...     print(container.values["step"], container.read("weights").sum())
         7 15.0
     """
+    if not isinstance(kind, str):
+        raise TypeError(f"kind is {kind!r}, expected a string")
     if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes is {chunk_bytes}, expected 1 to {MAX_CHUNK_BYTES}")
     with atomic_write(path) as file:
@@ -176,6 +204,8 @@ class Container:
     def __init__(self, path: str | os.PathLike[str], *, max_entry_bytes: int | None = None) -> None:
         self.path = Path(path)
         self._max_entry_bytes = max_entry_bytes
+        self._lock = threading.RLock()
+        self._readers = 0
         self._descriptor: int | None = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             with self._naming_file():
@@ -235,6 +265,7 @@ class Container:
         Raises:
             MissingEntryError: If there is no such entry.
             CorruptFileError: If a chunk does not match its checksum or cannot be decoded.
+            CodecError: If `reference` is needed and absent, or `reference` or `out` do not fit.
         """
         entry = self._entry(name)
         first, last = 0, math.prod(entry.shape)
@@ -246,6 +277,10 @@ class Container:
             row = math.prod(shape[1:])
             first, last = start * row, max(start, stop) * row
             shape = (max(0, stop - start), *shape[1:])
+        if reference is not None:
+            reference = check_reference(reference, entry.dtype, entry.shape)
+            if out is not None and np.may_share_memory(out, reference) and out.ctypes.data != reference.ctypes.data:
+                reference = reference.copy()
         out = self._allocate(entry, shape, out)
         flat, flat_reference = out.reshape(-1), None if reference is None else reference.reshape(-1)
 
@@ -288,8 +323,10 @@ class Container:
 
     def close(self) -> None:
         """Close the file; reading after that is an error. Closing twice is not."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, None
+            unused = descriptor is not None and not self._readers
+        if descriptor is not None and unused:
             os.close(descriptor)
 
     def __enter__(self) -> Self:
@@ -305,7 +342,7 @@ class Container:
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.path, self._max_entry_bytes)
+        return _reopen, (self.path.absolute(), self._max_entry_bytes)
 
     def _entry(self, name: str) -> Entry:
         try:
@@ -317,11 +354,7 @@ class Container:
 
     def _allocate(self, entry: Entry, shape: tuple[int, ...], out: NDArray[Any] | None) -> NDArray[Any]:
         if out is not None:
-            if out.dtype != entry.dtype or out.shape != shape or not out.flags.c_contiguous:
-                raise ValueError(
-                    f"out is {out.dtype}{list(out.shape)}, entry {entry.name!r} needs contiguous "
-                    f"{entry.dtype}{list(shape)}"
-                )
+            check_out(out, entry.dtype, shape)
             return out
         limit = machine_bytes() if self._max_entry_bytes is None else self._max_entry_bytes
         needed = math.prod(shape) * entry.dtype.itemsize
@@ -343,13 +376,16 @@ class Container:
         if isinstance(entry.codec, Raw) and out is not None and out.nbytes == entry.chunks[number].length:
             self._read_chunk(entry, number, out.reshape(-1).view(np.uint8))
             return out
-        payload = self._read_chunk(entry, number)
-        try:
-            return entry.codec.decode(payload, entry.dtype, shape, reference, out)
-        except CodecError as error:
-            if reference is None and entry.codec.needs_reference:
-                raise
-            raise self._damage(entry, number, str(error)) from error
+        if reference is None and entry.codec.needs_reference:
+            raise CodecError(
+                f"{self.path}: entry {entry.name!r} is a difference and needs a reference array to be read"
+            )
+        with own_scratch():
+            payload = self._read_chunk(entry, number)
+            try:
+                return entry.codec.decode(payload, entry.dtype, shape, reference, out)
+            except CodecError as error:
+                raise self._damage(entry, number, str(error)) from error
 
     def _read_chunk(self, entry: Entry, number: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Read one chunk and compare it with its checksum; the memory is this thread's until its next read."""
@@ -367,16 +403,35 @@ class Container:
         )
 
     def _pread_into(self, target: NDArray[np.uint8], offset: int) -> int:
-        if self._descriptor is None:
-            raise ValueError(f"{self.path}: the container is closed")
         view = target.data
         done = 0
-        while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], offset + done)
-            if count == 0:
-                break
-            done += count
+        with self._reading() as descriptor:
+            while done < len(view):
+                count = os.preadv(descriptor, [view[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
         return done
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[int]:
+        """Hold the file open: a close from another thread takes effect after the last read."""
+        with self._lock:
+            if self._descriptor is None:
+                raise ValueError(f"{self.path}: the container is closed")
+            descriptor = self._descriptor
+            self._readers += 1
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                self._readers -= 1
+                last = not self._readers
+            if last and self._is_closed():
+                os.close(descriptor)
+
+    def _is_closed(self) -> bool:
+        return self._descriptor is None
 
     def _pread(self, length: int, offset: int) -> bytes:
         target = np.empty(length, np.uint8)

@@ -20,7 +20,8 @@ from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamEr
 MAX_INDEX_BYTES = 64 << 20
 MAX_CHUNK_BYTES = 64 << 20
 _MAX_ARRAY_BYTES = 1 << 48
-_MAX_AXES = 32
+MAX_AXES = 32
+_OVERHEAD_BYTES = 64 << 10
 DTYPES = frozenset(
     np.dtype(f"{order}{kind}").str
     for order in "<>"
@@ -118,7 +119,13 @@ class Index:
     values: Mapping[str, Any]
 
     def to_json(self) -> bytes:
-        """Return the index as compact JSON."""
+        """Return the index as compact JSON.
+
+        Raises:
+            TypeError: If a value is not plain JSON.
+        """
+        for name, value in self.values.items():
+            _check_json(value, name)
         document = {
             "kind": self.kind,
             "written_by": self.written_by,
@@ -161,6 +168,20 @@ class Index:
         )
 
 
+def _check_json(value: Any, name: str) -> None:
+    """Raise `TypeError` for what JSON would change on the way, such as a key that is not a string."""
+    if isinstance(value, dict):
+        for key, member in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"value {name!r} has the key {key!r}, expected strings")
+            _check_json(member, name)
+    elif isinstance(value, (list, tuple)):
+        for member in value:
+            _check_json(member, name)
+    elif value is not None and not isinstance(value, (str, int, float)):
+        raise TypeError(f"value {name!r} holds a {type(value).__qualname__}, expected plain JSON")
+
+
 def _load(text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         members = dict(pairs)
@@ -195,8 +216,8 @@ def _field(item: Any, key: str, kind: type) -> Any:
 
 def _sizes(item: Any, key: str) -> tuple[int, ...]:
     sizes = _field(item, key, list)
-    if len(sizes) > _MAX_AXES or not all(type(size) is int and 0 <= size <= _MAX_ARRAY_BYTES for size in sizes):
-        raise CorruptFileError(f"index has a {key!r} that is not a list of at most {_MAX_AXES} sizes")
+    if len(sizes) > MAX_AXES or not all(type(size) is int and 0 <= size <= _MAX_ARRAY_BYTES for size in sizes):
+        raise CorruptFileError(f"index has a {key!r} that is not a list of at most {MAX_AXES} sizes")
     return tuple(sizes)
 
 
@@ -241,16 +262,20 @@ def _parse_chunk(chunk: Any) -> Chunk:
 
 def _check_geometry(entry: Entry) -> None:
     shape, part = entry.shape, entry.grid.chunk_shape
-    if entry.nbytes > _MAX_ARRAY_BYTES:
-        raise CorruptFileError(f"index claims an array of {entry.nbytes} bytes")
+    if math.prod(length for length in shape if length) * entry.dtype.itemsize > _MAX_ARRAY_BYTES:
+        raise CorruptFileError(f"index claims an array of shape {list(shape)}")
     if len(part) != len(shape):
         raise CorruptFileError(f"index has chunks of shape {list(part)} in an array of shape {list(shape)}")
     if entry.nbytes:
         fits = all(0 < step <= length for step, length in zip(part, shape, strict=True))
         if not fits or part[entry.grid.axis + 1 :] != shape[entry.grid.axis + 1 :]:
             raise CorruptFileError(f"index has chunks of shape {list(part)} in an array of shape {list(shape)}")
-        if math.prod(part) * entry.dtype.itemsize > MAX_CHUNK_BYTES:
+        decoded = math.prod(part) * entry.dtype.itemsize
+        if decoded > MAX_CHUNK_BYTES:
             raise CorruptFileError(f"index has chunks of shape {list(part)}, larger than {MAX_CHUNK_BYTES} bytes")
+        longest = max((chunk.length for chunk in entry.chunks), default=0)
+        if longest > decoded + decoded // 64 + _OVERHEAD_BYTES:  # no codec makes anything larger than that
+            raise CorruptFileError(f"index has a chunk of {longest} bytes for {decoded} bytes of content")
     expected = entry.grid.count()
     if len(entry.chunks) != expected:
         raise CorruptFileError(f"index lists {len(entry.chunks)} chunks, expected {expected}")

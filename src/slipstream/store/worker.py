@@ -8,31 +8,30 @@ Nothing queued is lost without a word:
 
 * *Normal exit, ``sys.exit``, an unhandled exception, Ctrl-C*: a watching thread sees the main thread end and drains
   all queues before the interpreter goes away.
-* *SIGTERM, SIGHUP, and SIGINT if it would kill*: a handler drains all queues, then passes the signal on: to the handler
-  that was there before, or to the system's default, so that the process still dies of that signal. A second signal
-  while draining is passed on at once. Signals that are ignored stay ignored.
+* *SIGTERM, SIGHUP, and SIGINT if it would kill*: the queues are drained by a thread of their own, and then the process
+  dies of that signal as it would have without us; a second signal ends it at once. Where a handler was installed
+  before, it is called after draining. Signals that are ignored stay ignored.
 * *Failure of a job*: kept, with its traceback, until its handle is asked, or else raised by the next call or by
   `close`, or else logged at exit.
 * *Fork*: the child starts with empty queues; the jobs stay with the parent.
 
-Locks are reentrant throughout, because a signal handler may interrupt the main thread while it holds one.
+Locks are reentrant, because a signal handler may interrupt the main thread while it holds one.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import logging
 import os
 import signal
 import threading
-import time
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_futures
 from types import FrameType, TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
@@ -44,6 +43,7 @@ T = TypeVar("T")
 Policy = Literal["block", "skip_oldest", "raise"]
 
 _DRAIN_ON_SIGNAL_S = 60.0
+_NICENESS = 10
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
@@ -61,7 +61,9 @@ class Handle(Future[T], Generic[T]):
         Raises:
             BaseException: What the job raised, if it failed.
         """
-        if not wait_for_futures([self], timeout).done:
+        try:
+            self.exception(timeout)
+        except TimeoutError:
             return False
         self.result()
         return True
@@ -124,6 +126,7 @@ class Worker:
         self._failed: list[Handle[Any]] = []
         with _background.changed:
             _background.workers.add(self)
+        _install_signal_handlers()
 
     @property
     def queue_size(self) -> int:
@@ -152,12 +155,13 @@ class Worker:
         filled the room gives it back. Raises what `submit` raises.
         """
         self._raise_failure()
-        if self._closed:
-            raise RuntimeError(f"{self.name}: the worker is closed and takes no more jobs")
         inline = _background.must_run_inline()
-        if not inline:
-            self._reserve()
         held = not inline
+        if held:
+            self._reserve()
+        elif self._closed:
+            raise self._closed_error()
+        process = os.getpid()
 
         def put(function: Callable[..., T], *args: Any, **kwargs: Any) -> Handle[T]:
             nonlocal held
@@ -166,15 +170,17 @@ class Worker:
             job = _Job(self, Handle(), functools.partial(function, *args, **kwargs))
             if inline:
                 job.run()
-            else:
-                held = False
-                _background.put(job)
+                return job.handle
+            if not held or os.getpid() != process:
+                raise RuntimeError(f"{self.name}: the room was filled already, or belongs to another process")
+            held = False
+            _background.put(job)
             return job.handle
 
         try:
             yield put
         finally:
-            if held:
+            if held and os.getpid() == process:
                 with _background.changed:
                     self._reserved -= 1
                     _background.changed.notify_all()
@@ -186,13 +192,19 @@ class Worker:
             TimeoutError: If that takes longer than `timeout` seconds; the jobs go on.
             BackgroundError: If a job failed and nobody has heard of it.
         """
-        if not _background.wait_for(lambda: not self.queue_size, timeout):
-            raise TimeoutError(f"{self.name}: {self.queue_size} jobs are not done after {timeout} s; they go on")
+        jobs = self._unfinished()
+        if jobs and _background.is_current_thread():
+            raise RuntimeError(f"{self.name}: a background job cannot wait for jobs that wait for it")
+        if not _background.wait_for(jobs, timeout):
+            left = sum(not job.finished for job in jobs)
+            raise TimeoutError(f"{self.name}: {left} jobs are not done after {timeout} s; they go on")
         self._raise_failure()
 
     def close(self, timeout: float | None = 60.0) -> None:
         """Take no more jobs, and block until those queued are done; see `flush` for what it raises. May be repeated."""
-        self._closed = True
+        with _background.changed:
+            self._closed = True
+            _background.changed.notify_all()
         self.flush(timeout)
 
     def __enter__(self) -> Self:
@@ -211,20 +223,35 @@ class Worker:
     def _reserve(self) -> None:
         """Take a place in the queue, or wait for one, or fail, as the policy says; never exceeds the bound."""
         skipped: list[_Job] = []
-        if self._on_full is not None and self.queue_size >= self.max_queue_size:
+        if self._on_full is not None and self.queue_size >= self.max_queue_size and not self._closed:
             self._on_full()
         with _background.changed:
-            while self.queue_size >= self.max_queue_size:
-                if self.policy == "raise":
+            while not self._closed and self.queue_size >= self.max_queue_size:
+                idle = next((job for job in self._waiting if job.handle.cancelled()), None)
+                if idle is None and self.policy == "raise":
                     raise QueueFullError(f"{self.name}: the queue is full with {self.max_queue_size} jobs")
-                if self.policy == "skip_oldest" and self._waiting:
-                    skipped.append(self._waiting.popleft())
-                else:
+                if idle is None and self.policy == "skip_oldest" and self._waiting:
+                    idle = self._waiting[0]
+                    skipped.append(idle)
+                if idle is None:
                     _background.changed.wait()
+                else:
+                    self._waiting.remove(idle)
+                    _background.turns.remove(self)
+                    idle.finished = True
+            if self._closed:
+                raise self._closed_error()
             self._reserved += 1
             self.num_skipped += len(skipped)
         for job in skipped:
             job.handle._fail(JobSkippedError(f"{self.name}: a newer job took this one's place"))
+
+    def _closed_error(self) -> RuntimeError:
+        return RuntimeError(f"{self.name}: the worker is closed and takes no more jobs")
+
+    def _unfinished(self) -> list[_Job]:
+        with _background.changed:
+            return [*self._waiting, *([self._running] if self._running else [])]
 
     def _raise_failure(self) -> None:
         with _background.changed:
@@ -232,9 +259,11 @@ class Worker:
             self._failed.clear()
         if not unheard:
             return
-        cause, *_ = [handle.exception() for handle in unheard]
-        others = f" (and {len(unheard) - 1} more)" if len(unheard) > 1 else ""
-        raise BackgroundError(f"{self.name}: an earlier job failed{others}: {cause}") from cause
+        cause, *others = [handle.exception() for handle in unheard]
+        for other in others:
+            logger.error("%s: another job failed as well", self.name, exc_info=other)
+        more = f" (and {len(others)} more, which are in the log)" if others else ""
+        raise BackgroundError(f"{self.name}: an earlier job failed{more}: {cause}") from cause
 
 
 class _Job:
@@ -244,9 +273,10 @@ class _Job:
         self.worker = worker
         self.handle = handle
         self.function: Callable[[], Any] | None = function
+        self.finished = False
 
     def run(self) -> None:
-        """Run the function; never raises. Drops the function, and what it holds on to, before anyone is told."""
+        """Run the function and keep its outcome; drops the function, and what it holds, before anyone is told."""
         function, self.function = self.function, None
         if function is None or not self.handle.set_running_or_notify_cancel():
             return
@@ -254,14 +284,27 @@ class _Job:
             result = function()
         except BaseException as error:  # noqa: BLE001 - kept for whoever asks
             del function
-            traceback.clear_frames(error.__traceback__)  # the lines stay, the locals (perhaps gigabytes) go
+            _forget_locals(error)
             self.handle.set_exception(error)
             with _background.changed:
                 self.worker._failed.append(self.handle)
                 _background.failed = [handle for handle in (*_background.failed, self.handle) if not handle._heard]
+            if _background.drained:
+                _background.log_failures()
         else:
             del function
             self.handle.set_result(result)
+
+
+def _forget_locals(error: BaseException | None, seen: frozenset[int] = frozenset()) -> None:
+    """Empty the frames of an error and of all that led to it: the lines stay, the locals (perhaps gigabytes) go."""
+    while error is not None and id(error) not in seen:
+        seen |= {id(error)}
+        traceback.clear_frames(error.__traceback__)
+        for inner in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+            _forget_locals(inner, seen)
+        _forget_locals(error.__context__, seen)
+        error = error.__cause__
 
 
 class _Background:
@@ -277,29 +320,31 @@ class _Background:
         self.turns: deque[Worker] = deque()
         self.failed: list[Handle[Any]] = []
         self.thread: threading.Thread | None = None
-        self.exiting = False
-        self.draining_for_signal = False
+        self.drained = False
+
+    def is_current_thread(self) -> bool:
+        """Tell whether the caller is a background job."""
+        return threading.current_thread() is self.thread
 
     def must_run_inline(self) -> bool:
-        """Tell whether queueing would wait for a thread that is busy (with the caller) or about to go away."""
-        return self.exiting or threading.current_thread() is self.thread
+        """Tell whether queueing would wait for a thread that is busy with the caller, or that is no more."""
+        return self.drained or self.is_current_thread()
 
     def put(self, job: _Job) -> None:
-        """Queue a job, or run it here and now if there is no thread to be had any more."""
+        """Queue a job for which there is room, or run it here and now if there is no thread to be had any more."""
         _install_signal_handlers()
         with self.changed:
+            job.worker._reserved -= 1
             if self._is_running():
-                job.worker._reserved -= 1
                 job.worker._waiting.append(job)
                 self.turns.append(job.worker)
                 self.changed.notify_all()
                 return
-            job.worker._reserved -= 1
         job.run()
 
     def _is_running(self) -> bool:
         """Tell whether the thread will take jobs; starts it, and the one that watches for the end, if need be."""
-        if self.thread is None and not self.exiting:
+        if self.thread is None and not self.drained:
             thread = threading.Thread(target=self._loop, name="slipstream-background", daemon=True)
             watcher = threading.Thread(target=self._drain_when_main_ends, name="slipstream-exit", daemon=False)
             try:
@@ -308,51 +353,63 @@ class _Background:
             except RuntimeError:  # the interpreter is on its way out
                 return False
             self.thread = thread
-        return not self.exiting
+        return not self.drained
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Block until `condition` holds; returns whether it does."""
-        if threading.current_thread() is self.thread:
-            return condition()
+    def wait_for(self, jobs: list[_Job], timeout: float | None) -> bool:
+        """Block until these jobs are finished; returns whether they are."""
         with self.changed:
-            return self.changed.wait_for(condition, timeout)
+            return self.changed.wait_for(lambda: all(job.finished for job in jobs), timeout)
 
     def drain(self, timeout: float | None) -> bool:
-        """Block until nothing is queued or running anywhere."""
-        return self.wait_for(lambda: not any(worker.queue_size for worker in list(self.workers)), timeout)
+        """Block until everything that is queued or running now is finished."""
+        with self.changed:
+            jobs = [job for worker in list(self.workers) for job in worker._unfinished()]
+        if jobs and self.thread is not None:
+            _set_niceness(self.thread.native_id, 0)  # whoever drains is waiting
+        return self.wait_for(jobs, timeout)
+
+    def log_failures(self) -> None:
+        """Log the failures that nobody has heard of."""
+        failed, self.failed = self.failed, []
+        for handle in failed:
+            if not handle._heard and (error := handle.exception()) is not None:
+                logger.error("a background job failed and nobody asked for its result", exc_info=error)
 
     def _loop(self) -> None:
-        _lower_priority()
+        _set_niceness(threading.get_native_id(), _NICENESS)
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.turns)
                 worker = self.turns.popleft()
-                if not worker._waiting:  # its job was skipped
-                    continue
                 job = worker._running = worker._waiting.popleft()
-            job.run()
-            with self.changed:
-                worker._running = None
-                self.changed.notify_all()
+            try:
+                job.run()
+            except BaseException:  # a callback of the handle: not our error, and no reason to stop
+                logger.exception("%s: a callback of a finished job failed", worker.name)
+            finally:
+                with self.changed:
+                    worker._running = None
+                    job.finished = True
+                    self.changed.notify_all()
             del job, worker
 
     def _drain_when_main_ends(self) -> None:
         threading.main_thread().join()
-        with self.changed:
-            self.exiting = True
-        self.drain(None)
-        for handle in self.failed:
-            if not handle._heard and (error := handle.exception()) is not None:
-                logger.error("a background job failed and nobody asked for its result", exc_info=error)
+        while not self.drained:
+            self.drain(None)
+            with self.changed:
+                self.drained = not any(worker._unfinished() for worker in list(self.workers))
+        self.log_failures()
 
 
-def _lower_priority() -> None:
-    """Let everyone else on the machine go first; threads started from this one inherit it."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except (AttributeError, OSError):
-        with contextlib.suppress(AttributeError, OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+def _set_niceness(thread_id: int | None, niceness: int) -> None:
+    """Set how willingly a thread gives way to others; threads that it starts later inherit that.
+
+    Nice values, not the idle scheduling class: a thread that is starved while it holds the interpreter's lock starves
+    training with it.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed to be less nice again
+        os.setpriority(os.PRIO_PROCESS, thread_id or 0, niceness)
 
 
 _background = _Background()
@@ -372,50 +429,64 @@ def _after_fork_in_child() -> None:
     _background.reset()
     for worker in workers:
         _background.workers.add(worker)
-        orphans = [*worker._waiting, *([worker._running] if worker._running else [])]
+        orphans = worker._unfinished()
         worker._waiting, worker._running, worker._reserved, worker._failed = deque(), None, 0, []
         for job in orphans:
-            job.function = None
+            job.function, job.finished = None, True
             Future.__init__(job.handle)  # its lock may have been held by a thread that is not here
             job.handle._fail(BackgroundError(f"{worker.name}: this job belongs to the parent process"))
-    for number, previous in _previous_handlers.items():
-        if signal.getsignal(number) is _drain_and_pass_on:
-            signal.signal(number, previous)
-    _previous_handlers.clear()
+    for number, before in _handlers_before.items():
+        if signal.getsignal(number) is _on_signal:
+            signal.signal(number, before[-1])
+    _handlers_before.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
-_previous_handlers: dict[int, Callable[[int, FrameType | None], Any] | signal.Handlers] = {}
+# What handled each signal before us, innermost first: more than one if handlers are installed after us, which we wrap.
+_handlers_before: dict[int, list[Callable[[int, FrameType | None], Any] | signal.Handlers]] = {}
+_handling: dict[int, int] = {}
 
 
 def _install_signal_handlers() -> None:
     """Take over the signals that would end the process before the queues are drained; main thread only."""
-    if _previous_handlers or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         return
     for number in _SIGNALS:
-        previous = signal.getsignal(number)
+        current = signal.getsignal(number)
         # Not ours to touch: an ignored signal, a handler set from C, and Python's own Ctrl-C, which ends in a
         # normal exit.
-        if previous not in (None, signal.SIG_IGN, signal.default_int_handler):
-            _previous_handlers[number] = previous  # type: ignore[assignment]
-            signal.signal(number, _drain_and_pass_on)
+        if current not in (None, signal.SIG_IGN, signal.default_int_handler, _on_signal):
+            before = _handlers_before.setdefault(number, [])
+            if current not in before:
+                before.append(current)  # type: ignore[arg-type]
+            signal.signal(number, _on_signal)
 
 
-def _drain_and_pass_on(number: int, frame: FrameType | None) -> None:
-    if not _background.draining_for_signal:
-        _background.draining_for_signal = True
-        try:
-            if not _background.drain(_DRAIN_ON_SIGNAL_S):
-                logger.error("background jobs are not done %s s after signal %s", _DRAIN_ON_SIGNAL_S, number)
-        finally:
-            _background.draining_for_signal = False
-    previous = _previous_handlers[number]
-    if callable(previous):
-        previous(number, frame)
-    else:
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """Drain, then do what would have been done without us; a handler that calls us in turn gets the one before it."""
+    depth = _handling.get(number, 0)
+    before = _handlers_before.get(number, [])
+    if depth >= len(before):
+        return
+    previous = before[-1 - depth]
+    if not callable(previous):
+        # Return at once, so that the main thread lets go of whatever lock it holds; a second signal finds the default.
         signal.signal(number, previous)
-        os.kill(os.getpid(), number)
-        time.sleep(1)  # the signal ends the process before this does
+        _thread.start_new_thread(_drain_and_die, (number,))
+        return
+    _handling[number] = depth + 1
+    try:
+        if not depth and not _background.drain(_DRAIN_ON_SIGNAL_S):
+            logger.error("background jobs are not done %s s after signal %s", _DRAIN_ON_SIGNAL_S, number)
+        previous(number, frame)
+    finally:
+        _handling[number] = depth
+
+
+def _drain_and_die(number: int) -> None:
+    if not _background.drain(_DRAIN_ON_SIGNAL_S):
+        logger.error("background jobs are not done %s s after signal %s", _DRAIN_ON_SIGNAL_S, number)
+    os.kill(os.getpid(), number)
