@@ -309,9 +309,9 @@ def test_an_entry_that_failed_leaves_no_trace_and_the_writer_goes_on(tmp_path, m
         monkeypatch.setattr(Planes, "encode", fail_late)
         with pytest.raises(MemoryError):
             writer.add("x", array, Planes())
-        writer.add("x", array, Planes())
+        writer.add("x", array[:10], Planes())
     with Container(tmp_path / "a.slip") as container:
-        assert (container.read("x") == array).all()
+        assert (container.read("x") == array[:10]).all()
 
 
 @pytest.mark.parametrize(

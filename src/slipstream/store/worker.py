@@ -2,7 +2,7 @@
 
 Whatever Slipstream writes behind training's back goes through here. Each owner (a checkpoint saver, a rollout storage)
 has a `Worker` with a bound and a policy of its own; all of them share one thread, so that the background never takes
-more than one core from training, plus what codecs use at idle priority.
+more than one core from training, plus what codecs use at low priority.
 
 Nothing queued is lost without a word:
 
@@ -227,18 +227,18 @@ class Worker:
             self._on_full()
         with _background.changed:
             while not self._closed and self.queue_size >= self.max_queue_size:
-                idle = next((job for job in self._waiting if job.handle.cancelled()), None)
-                if idle is None and self.policy == "raise":
+                spare = next((job for job in self._waiting if job.handle.cancelled()), None)
+                if spare is None and self.policy == "raise":
                     raise QueueFullError(f"{self.name}: the queue is full with {self.max_queue_size} jobs")
-                if idle is None and self.policy == "skip_oldest" and self._waiting:
-                    idle = self._waiting[0]
-                    skipped.append(idle)
-                if idle is None:
+                if spare is None and self.policy == "skip_oldest" and self._waiting:
+                    spare = self._waiting[0]
+                    skipped.append(spare)
+                if spare is None:
                     _background.changed.wait()
                 else:
-                    self._waiting.remove(idle)
+                    self._waiting.remove(spare)
                     _background.turns.remove(self)
-                    idle.finished = True
+                    spare.finished = True
             if self._closed:
                 raise self._closed_error()
             self._reserved += 1
