@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.checkpoint.predict import Moments, Recipe, apply, find_moments, recipes, sample
 from slipstream.codecs import Auto, Codec, Difference, Planes, parallel_map
 from slipstream.errors import CorruptFileError, FormatVersionError
-from slipstream.store import Container, write_container
+from slipstream.store import Container, ContainerWriter, write_container
 from slipstream.tensors import View, array_of, carrier, check_storable, plan, settled, view_memory
 from slipstream.tree import TAG, Leaf, decode, encode
 from slipstream.tree import Path as TreePath
@@ -36,6 +37,7 @@ class Content:
     """The memory of a state by entry name: what a child of this checkpoint may refer to."""
 
     arrays: Mapping[str, NDArray[Any]]
+    moments: Mapping[str, Moments] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,10 @@ class _Collector:
     tensors: list[torch.Tensor] = field(default_factory=list)
     nodes: list[dict[str, Any]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    paths: list[TreePath] = field(default_factory=list)
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     codecs: dict[str, Codec] = field(default_factory=dict)
+    entry_of: dict[TreePath, str] = field(default_factory=dict)
     raw_bytes: int = 0
 
     def leaf(self, leaf: Leaf, path: TreePath) -> dict[str, Any]:
@@ -94,6 +98,7 @@ class _Collector:
         self.tensors.append(settled(leaf).cpu())
         self.nodes.append(node)
         self.names.append(name)
+        self.paths.append(path)
         return node
 
     def _array(self, array: NDArray[Any], name: str) -> dict[str, Any]:
@@ -113,21 +118,27 @@ class _Collector:
     def find_memory(self) -> None:
         """Turn the tensors into entries, each piece of memory once."""
         regions, views = plan(self.tensors)
-        homes: list[str | None] = []
+        homes: list[str | None]
         first_name = {view.region: name for view, name in zip(reversed(views), reversed(self.names), strict=True)}
-        for number, region in enumerate(regions):
+        homes = [None] * len(regions)
+        for number in dict.fromkeys(view.region for view in views if view.region >= 0):  # in the order of the state
+            region = regions[number]
             start = region.address - region.tensors[0].untyped_storage().data_ptr()
             content = torch.empty(0, dtype=torch.uint8)
             content.set_(region.tensors[0].untyped_storage(), start, (region.nbytes,), (1,))
             self.raw_bytes += region.nbytes
             array = array_of(content.numpy(), region.dtype, region.shape)
             inline = region.nbytes <= _INLINE_BYTES and len(region.tensors) == 1
-            homes.append(None if inline else self._add(first_name[number], array, _codec_for(region.dtype)))
-            if inline:
+            if not inline:
+                homes[number] = self._add(first_name[number], array, _codec_for(region.dtype))
+            else:
                 node = self.nodes[next(i for i, view in enumerate(views) if view.region == number)]
                 node["hex"] = content.numpy().tobytes().hex()
-        for node, view in zip(self.nodes, views, strict=True):
-            _describe(node, view, homes[view.region] if view.region >= 0 else None)
+        for node, view, path in zip(self.nodes, views, self.paths, strict=True):
+            entry = homes[view.region] if view.region >= 0 else None
+            _describe(node, view, entry)
+            if entry is not None:
+                self.entry_of[path] = entry
 
 
 def _describe(node: dict[str, Any], view: View, entry: str | None) -> None:
@@ -170,36 +181,82 @@ def write_native(
     collector = _Collector()
     structure = encode(state, collector.leaf)
     collector.find_memory()
-    same, depth = [], 0
+    content = Content(collector.arrays, find_moments(state, collector.entry_of))
+    depth = 0
     with write_container(path, kind=KIND, threads=threads) as writer:
-        for name, array in collector.arrays.items():
-            reference = parent.content.arrays.get(name) if parent else None
-            if reference is None or (reference.dtype, reference.shape) != (array.dtype, array.shape):
+        if parent:
+            same, predicted = _add_changes(writer, content, collector.codecs, parent.content)
+        else:
+            for name, array in content.arrays.items():
                 writer.add(name, array, collector.codecs[name])
-            elif _equal(array, reference):
-                same.append(name)
-            else:
-                codec, reference = _best(array, reference, collector.codecs[name])
-                writer.add(name, array, codec, reference)
         writer.set("state", structure)
         writer.set("metadata", encode(metadata, collector.leaf))
         if parent:
             depth = parent.depth + 1
             relative = os.path.relpath(parent.path, Path(path).parent)
-            writer.set("parent", {"file": relative, "identity": parent.identity, "depth": depth, "same": same})
+            writer.set(
+                "parent",
+                {
+                    "file": relative,
+                    "identity": parent.identity,
+                    "depth": depth,
+                    "same": same,
+                    "predicted": {name: recipe.to_json() for name, recipe in predicted.items()},
+                },
+            )
     with Container(path) as container:
         stored, identity = container.file_bytes, container.identity
-    return Written(collector.raw_bytes, stored, identity, depth, Content(collector.arrays))
+    return Written(collector.raw_bytes, stored, identity, depth, content)
+
+
+def _add_changes(
+    writer: ContainerWriter, content: Content, codecs: Mapping[str, Codec], old: Content
+) -> tuple[list[str], dict[str, Recipe]]:
+    """Add what differs from the parent; returns what is the same, and what was stored against a prediction."""
+    same: list[str] = []
+    predicted: dict[str, Recipe] = {}
+    candidates = recipes(content.arrays, content.moments, old.arrays, old.moments)
+    for name, array in content.arrays.items():
+        before = old.arrays.get(name)
+        if before is None or (before.dtype, before.shape) != (array.dtype, array.shape):
+            writer.add(name, array, codecs[name])
+        elif _equal(array, before):
+            same.append(name)
+        else:
+            codec, recipe = _best(name, content, old, codecs[name], candidates.get(name, []))
+            if recipe is not None:
+                predicted[name] = recipe
+                before = apply(recipe, _inputs(recipe, old.arrays, content.arrays))
+            writer.add(name, array, codec, before if codec.needs_reference else None)
+    return same, predicted
+
+
+def _inputs(recipe: Recipe, old: Mapping[str, NDArray[Any]], new: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    return [*(old[name] for name in recipe.old), *(new[name] for name in recipe.new)]
+
+
+def _best(
+    name: str, content: Content, old: Content, plain: Codec, candidates: list[Recipe]
+) -> tuple[Codec, Recipe | None]:
+    """Choose on a sample: the codec for the array as it is, its difference to the parent, or to a prediction."""
+    array = content.arrays[name]
+    part = sample(array)
+    codec = Difference(floating=plain.floating if isinstance(plain, Planes) else None)
+    options: list[tuple[int, Codec, Recipe | None]] = [
+        (len(plain.encode(part)), plain, None),
+        (len(codec.encode(part, sample(old.arrays[name]))), codec, None),
+    ]
+    for recipe in candidates:
+        arrays = _inputs(recipe, old.arrays, content.arrays)
+        if all((item.dtype, item.shape) == (np.dtype(np.float32), array.shape) for item in arrays):
+            prediction = apply(recipe, [sample(item) for item in arrays])
+            options.append((len(codec.encode(part, prediction)), codec, recipe))
+    _, chosen, recipe_or_none = min(options, key=lambda option: option[0])
+    return chosen, recipe_or_none
 
 
 def _equal(first: NDArray[Any], second: NDArray[Any]) -> bool:
     return bool(np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8)))
-
-
-def _best(array: NDArray[Any], reference: NDArray[Any], plain: Codec) -> tuple[Codec, NDArray[Any] | None]:
-    floating = plain.floating if isinstance(plain, Planes) else None
-    chosen = Auto(floating=floating).choose(array, reference)
-    return (chosen, reference) if isinstance(chosen, Difference) else (plain, None)
 
 
 class NativeFile:
@@ -244,14 +301,32 @@ class NativeFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def read(self, name: str, threads: int | None = None) -> NDArray[Any]:
-        """Read the memory of one entry, from this file or from a parent."""
+    def read(self, name: str, threads: int | None = None, needed_by: frozenset[str] = frozenset()) -> NDArray[Any]:
+        """Read the memory of one entry, from this file or from a parent, or what it is predicted from."""
+        if name in needed_by:
+            raise CorruptFileError(f"{self.container.path}: entry {name!r} is predicted from itself")
         entry = self.container.entries.get(name)
         if entry is None:
             if name not in self.parent.get("same", ()):
                 return self.container.read(name)  # raises, and names what there is
             return self.open_parent().read(name, threads)
-        reference = self.open_parent().read(name, threads) if entry.codec.needs_reference else None
+        if not entry.codec.needs_reference:
+            return self.container.read(name, threads=threads)
+        node = self.parent.get("predicted", {}).get(name)
+        if node is None:
+            reference = self.open_parent().read(name, threads)
+        else:
+            try:
+                recipe = Recipe.from_json(node)
+            except ValueError as error:
+                raise CorruptFileError(f"{self.container.path}: entry {name!r}: {error}") from error
+            arrays = [self.open_parent().read(other, threads) for other in recipe.old]
+            arrays += [self.read(other, threads, needed_by | {name}) for other in recipe.new]
+            if any((array.dtype, array.shape) != (entry.dtype, entry.shape) for array in arrays):
+                raise CorruptFileError(
+                    f"{self.container.path}: entry {name!r} is predicted from arrays of other shapes"
+                )
+            reference = apply(recipe, arrays)
         return self.container.read(name, reference=reference, threads=threads)
 
     def load(self, keys: Collection[str] | None = None) -> Any:

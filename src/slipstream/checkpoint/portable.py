@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -17,7 +19,7 @@ import torch
 
 from slipstream.codecs import compress_frames, decompress_frames
 from slipstream.codecs.lz4 import FRAME_BYTES
-from slipstream.errors import CodecError, CorruptFileError
+from slipstream.errors import CodecError, CorruptFileError, WriteError
 from slipstream.store import atomic_write
 
 _SAMPLE_BYTES = 64 << 10
@@ -81,13 +83,26 @@ def write_portable(
     with atomic_write(target) as file:
         if compress:
             writer = _FrameWriter(file, level, threads)
-            torch.save(state, cast("BinaryIO", writer))
+            _torch_save(state, cast("BinaryIO", writer))
             writer.finish()
             raw = writer.raw_bytes
         else:
-            torch.save(state, file)
+            _torch_save(state, file)
             raw = file.tell()
     return target, raw, target.stat().st_size
+
+
+def _torch_save(state: Any, file: BinaryIO) -> None:
+    """Save with torch, and raise why a write failed: torch, on leaving, hides that behind an error of its own."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, WriteError):
+            reason = reason.__context__
+        if reason is None:
+            raise
+        raise reason from None
 
 
 def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bool, max_bytes: int) -> Any:
@@ -127,7 +142,7 @@ def _check_zip(path: Path, content: bytes) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, OSError) as error:
+    except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, OSError, zlib.error, struct.error) as error:
         raise CorruptFileError(f"{path}: is damaged or cut off ({_first_line(error)})") from error
     if damaged is not None:
         raise CorruptFileError(f"{path}: is damaged: {damaged} does not match its checksum")

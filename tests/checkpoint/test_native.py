@@ -1,0 +1,241 @@
+"""The native format: damage, hostility, deltas and predictions."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import AsyncCheckpointSaver, CheckpointManager, CorruptFileError, FormatVersionError, load_checkpoint
+from slipstream.checkpoint import NativeFile, write_native
+from slipstream.store import Container, write_container
+
+
+def adam_run(optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> Any:
+    """Return a network of layers of equal shape, its optimizer, and a function that trains it for so many steps."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    optimizer = optimizer_class(network.parameters(), lr=1e-3, **options)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            inputs = torch.randn(32, 64)
+            (network(inputs) - inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(20)
+    return network, optimizer, train
+
+
+def state_of(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def test_every_single_bit_of_a_checkpoint_that_flips_is_noticed(tmp_path):
+    path = tmp_path / "c.slip"
+    write_native(path, {"w": torch.arange(40.0), "b": torch.ones(2), "n": 3})
+    original = path.read_bytes()
+    for position in range(8 * len(original)):
+        damaged = bytearray(original)
+        damaged[position // 8] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        with pytest.raises((CorruptFileError, FormatVersionError), match=r"c\.slip"):
+            load_checkpoint(path)
+
+
+def forge(path: Path, state: Any, **values: Any) -> Path:
+    with write_container(path, kind="checkpoint") as writer:
+        writer.add("w", torch.arange(40.0).numpy())
+        writer.set("state", state)
+        for name, value in values.items():
+            writer.set(name, value)
+    return path
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"$": "tensor", "entry": "w", "dtype": "float32", "shape": [41]},
+        {"$": "tensor", "entry": "w", "dtype": "float64", "shape": [40]},
+        {"$": "tensor", "entry": "w", "dtype": "float32", "shape": [2**40]},
+        {"$": "tensor", "entry": "w", "dtype": "float32", "shape": [4], "stride": [2**40]},
+        {"$": "tensor", "entry": "w", "dtype": "float32", "shape": [4], "stride": [-1]},
+        {"$": "tensor", "entry": "w", "dtype": "float32", "shape": [4], "offset": 158},
+        {"$": "tensor", "entry": "w", "dtype": "float32", "shape": [4], "offset": 400},
+        {"$": "tensor", "entry": "w", "dtype": "load", "shape": [4]},
+        {"$": "tensor", "entry": "w", "dtype": "float32", "shape": "four"},
+        {"$": "tensor", "entry": "w", "dtype": 3, "shape": [4]},
+        {"$": "tensor", "entry": "absent", "dtype": "float32", "shape": [4]},
+        {"$": "tensor", "entry": ["w"], "dtype": "float32", "shape": [4]},
+        {"$": "tensor", "dtype": "float32", "shape": [4]},
+        {"$": "tensor", "hex": "zz", "dtype": "float32", "shape": [1]},
+        {"$": "tensor", "hex": "00", "dtype": "float32", "shape": [1]},
+        {"$": "array", "hex": "00", "dtype": "O", "shape": [1]},
+        {"$": "array", "hex": "00" * 8, "dtype": "<f8", "shape": [9]},
+        {"$": "torch.dtype", "v": "load"},
+        {"$": "torch.device", "v": "moon"},
+        {"$": "bytes", "v": 5},
+        {"$": "numpy", "v": ["O", "00" * 8]},
+        {"$": "tuple", "v": 3},
+        {"$": "dict", "v": [[1]]},
+        {"$": "dict", "v": [[[1], 2]]},
+        {"$": "range", "v": ["a"]},
+        {"$": "TensorDict", "v": {"a": 3}, "batch_size": ["x"]},
+        {"$": 5},
+    ],
+    ids=json.dumps,
+)
+def test_a_state_that_lies_is_refused(tmp_path, state):
+    path = forge(tmp_path / "forged.slip", {"x": state})
+    with pytest.raises((CorruptFileError, FormatVersionError, KeyError), match=r"forged\.slip|absent"):
+        load_checkpoint(path)
+
+
+def test_a_kind_of_value_from_the_future_is_a_version_error(tmp_path):
+    with pytest.raises(FormatVersionError, match=r"f\.slip: the state holds a value of kind 'hologram'"):
+        load_checkpoint(forge(tmp_path / "f.slip", {"$": "hologram"}))
+
+
+def test_a_container_that_is_no_checkpoint_is_said_to_be_so(tmp_path):
+    with write_container(tmp_path / "other.slip", kind="rollout"):
+        pass
+    with pytest.raises(CorruptFileError, match="is a container of kind 'rollout', expected a checkpoint"):
+        load_checkpoint(tmp_path / "other.slip")
+
+
+def save_chain(folder: Path, steps_apart: int, count: int = 6, **options: Any) -> tuple[list[Any], CheckpointManager]:
+    network, optimizer, train = adam_run(**options)
+    states = []
+    with CheckpointManager(folder, keep_last=None, full_every=4) as manager:
+        manager.guard(optimizer)
+        for number in range(count):
+            manager.save(number, state_of(network, optimizer))
+            states.append(copy.deepcopy(state_of(network, optimizer)))
+            train(steps_apart)
+    return states, manager
+
+
+@pytest.mark.parametrize("steps_apart", [1, 7])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer_class": torch.optim.Adam},
+        {"optimizer_class": torch.optim.AdamW, "weight_decay": 0.1},
+        {"optimizer_class": torch.optim.Adam, "amsgrad": True},
+        {"optimizer_class": torch.optim.SGD, "momentum": 0.9},
+    ],
+    ids=str,
+)
+def test_a_chain_of_deltas_loads_exactly(tmp_path, steps_apart, options):
+    states, manager = save_chain(tmp_path, steps_apart, **options)
+    for number, state in enumerate(states):
+        assert_same(load_checkpoint(manager.path(number)), state)
+
+
+def test_a_chain_is_at_most_full_every_long(tmp_path):
+    _, manager = save_chain(tmp_path, 1, count=9)
+    depths = []
+    for number in range(9):
+        with NativeFile(manager.path(number)) as file:
+            depths.append(file.depth)
+    assert depths == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+def test_one_adam_step_apart_weights_and_second_moments_cost_nearly_nothing(tmp_path):
+    _, manager = save_chain(tmp_path, 1)
+    with NativeFile(manager.path(2)) as file:
+        sizes = {name: entry.stored_bytes / entry.nbytes for name, entry in file.container.entries.items()}
+        kinds = {name: recipe["kind"] for name, recipe in file.parent["predicted"].items()}
+    for layer in range(3):
+        assert kinds[f"model/{layer}.weight"] == "adam weights"
+        assert kinds[f"optimizer/state/{2 * layer}/exp_avg_sq"] == "adam second moment"
+        assert sizes[f"model/{layer}.weight"] < 0.1
+        assert sizes[f"optimizer/state/{2 * layer}/exp_avg_sq"] < 0.1
+    full, delta = (manager.path(number).stat().st_size for number in (0, 2))
+    assert delta < 0.5 * full
+
+
+def test_tensors_that_did_not_change_are_not_stored_again(tmp_path):
+    frozen, moving = torch.randn(1000), torch.randn(1000)
+    with CheckpointManager(tmp_path) as manager:
+        for number in range(3):
+            manager.save(number, {"frozen": frozen, "moving": moving})
+            manager.flush()
+            moving.mul_(1.01)
+    with Container(manager.path(2)) as container:
+        assert list(container.entries) == ["moving"]
+    assert torch.equal(load_checkpoint(manager.path(2))["frozen"], frozen)
+
+
+def test_only_part_of_a_delta_can_be_loaded(tmp_path):
+    states, manager = save_chain(tmp_path, 1)
+    part = load_checkpoint(manager.path(2), keys=["model/1.*"])
+    assert list(part["model"]) == ["1.weight", "1.bias"]
+    assert torch.equal(part["model"]["1.weight"], states[2]["model"]["1.weight"])
+
+
+def test_a_delta_whose_parent_is_gone_or_another_file_is_refused(tmp_path):
+    states, manager = save_chain(tmp_path / "run", 1, count=2)
+    alone = tmp_path / "alone.slip"
+    alone.write_bytes(manager.path(1).read_bytes())
+    with pytest.raises(CorruptFileError, match="holds only what changed since .* which is missing"):
+        load_checkpoint(alone)
+    (base,) = (tmp_path / "run" / ".bases").glob("*.slip")
+    base.unlink()
+    write_native(base, states[1])
+    with pytest.raises(CorruptFileError, match="is not the file that it was saved against"):
+        load_checkpoint(manager.path(1))
+
+
+def test_deltas_that_refer_to_each_other_or_to_themselves_are_refused(tmp_path):
+    path = forge(
+        tmp_path / "f.slip", {"x": 1}, parent={"file": "f.slip", "identity": "0" * 16, "depth": 5, "same": ["y"]}
+    )
+    forge(
+        path,
+        {"x": {"$": "tensor", "entry": "y", "dtype": "float32", "shape": [1]}},
+        parent={"file": "f.slip", "identity": "0" * 16, "depth": 5, "same": ["y"]},
+    )
+    with pytest.raises(CorruptFileError, match=r"f\.slip"):
+        load_checkpoint(path)
+
+
+def test_a_delta_of_tensors_that_changed_shape_or_dtype_is_complete(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(0, {"a": torch.randn(100), "b": torch.randn(100), "gone": torch.randn(100)})
+        state = {"a": torch.randn(50, 4), "b": torch.randn(100).double(), "new": torch.randn(100)}
+        manager.save(1, state)
+    assert_same(load_checkpoint(manager.path(1)), state)
+
+
+def test_saving_while_training_steps_in_between_gives_exact_deltas(tmp_path):
+    network, optimizer, train = adam_run()
+    expected = []
+    with AsyncCheckpointSaver(), CheckpointManager(tmp_path, keep_last=None, full_every=5) as manager:
+        manager.guard(optimizer)
+        for number in range(25):
+            manager.save(number, state_of(network, optimizer))
+            expected.append(copy.deepcopy(state_of(network, optimizer)))
+            train(1)
+    for number, state in enumerate(expected):
+        assert_same(load_checkpoint(manager.path(number)), state)
