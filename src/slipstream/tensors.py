@@ -44,6 +44,9 @@ def carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], bool]:
     return np.dtype(f"u{dtype.itemsize}"), dtype == torch.bfloat16
 
 
+_KINDS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
 @dataclass(frozen=True)
 class View:
     """How a tensor sees a region: where it starts, in bytes, and its dtype, shape and strides."""
@@ -78,8 +81,10 @@ class Region:
         return (self.nbytes // self.dtype.itemsize,)
 
 
-def check_storable(tensor: torch.Tensor, name: str) -> None:
+def check_storable(tensor: torch.Tensor, path: tuple[str, ...]) -> None:
     """Raise `UnsupportedStateError` for tensors that are not a strided piece of memory."""
+    if type(tensor) in _KINDS and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta:
+        return
     problem = None
     if tensor.layout != torch.strided:
         problem = f"has layout {tensor.layout}"
@@ -87,9 +92,10 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
         problem = "is quantized"
     elif tensor.device.type == "meta":
         problem = "is a meta tensor without data"
-    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    else:
         problem = f"is a {type(tensor).__qualname__}"
     if problem:
+        name = "/".join(path) or "the state"
         raise UnsupportedStateError(f"{name} {problem}, which cannot be stored; store a dense tensor, or save as .pt")
 
 

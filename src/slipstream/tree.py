@@ -21,13 +21,23 @@ import torch
 from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError
 
 TAG = "$"
-Leaf = torch.Tensor | np.ndarray[Any, Any]
+Leaf = Any
+"""A tensor, the slot of one, or an array of numbers."""
 Path = tuple[str, ...]
 
 
+class Slot:
+    """Stands for a tensor in a structure whose tensors are kept elsewhere."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
 def is_leaf(node: Any) -> bool:
-    """Tell whether `node` is a tensor or an array of numbers."""
-    return isinstance(node, torch.Tensor) or (isinstance(node, np.ndarray) and node.dtype != object)
+    """Tell whether `node` is a tensor, the slot of one, or an array of numbers."""
+    return isinstance(node, (torch.Tensor, Slot)) or (isinstance(node, np.ndarray) and node.dtype != object)
 
 
 def is_tensordict(node: Any) -> bool:

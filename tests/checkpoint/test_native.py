@@ -13,7 +13,7 @@ from slipstream.checkpoint import NativeFile, write_native
 from slipstream.store import Container, write_container
 
 
-def adam_run(optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> Any:
+def adam_run(optimizer_class: Any = torch.optim.Adam, **options: Any) -> Any:
     """Return a network of layers of equal shape, its optimizer, and a function that trains it for so many steps."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))

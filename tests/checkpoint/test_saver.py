@@ -29,19 +29,20 @@ from slipstream import (
     WriteError,
     load_checkpoint,
 )
-from slipstream.checkpoint import find_format, saver as saver_module
+from slipstream.checkpoint import find_format, write_portable
+from slipstream.checkpoint import saver as saver_module
 
-STATE = {"weight": torch.arange(6.0).reshape(2, 3), "step": 7}
+STATE: dict[str, Any] = {"weight": torch.arange(6.0).reshape(2, 3), "step": 7}
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Hold up every write until the event is set."""
-    event, write = threading.Event(), saver_module.write_portable
+    event = threading.Event()
 
     def wait_then_write(*arguments: Any, **options: Any) -> Any:
         assert event.wait(30)
-        return write(*arguments, **options)
+        return write_portable(*arguments, **options)
 
     monkeypatch.setattr(saver_module, "write_portable", wait_then_write)
     return event
@@ -53,7 +54,7 @@ def test_a_compressed_checkpoint_is_lz4_frames_around_what_torch_save_writes(tmp
     assert result.path == tmp_path / "model.pt.lz4"
     with lz4.frame.open(result.path) as file:
         content = torch.load(io.BytesIO(file.read()), weights_only=True)
-    assert torch.equal(content["weight"], STATE["weight"])  # type: ignore[arg-type]
+    assert torch.equal(content["weight"], STATE["weight"])
     assert result.stored_bytes == result.path.stat().st_size
 
 

@@ -312,7 +312,7 @@ def test_shutdown_takes_the_hooks_back(tmp_path):
 def test_memory_is_reused_from_one_save_to_the_next(tmp_path):
     model, optimizer = model_and_optimizer(width=300)
     with AsyncCheckpointSaver() as saver:
-        saver.guard(optimizer)
+        saver.guard(optimizer, model)
         seen = set()
         for number in range(10):
             saver.save_async({"model": model.state_dict()}, tmp_path / f"{number}", format="native")

@@ -85,7 +85,7 @@ class _Collector:
         name = "/".join(path) or "state"
         if isinstance(leaf, np.ndarray):
             return self._array(np.asarray(leaf), name)
-        check_storable(leaf, name)
+        check_storable(leaf, path)
         node: dict[str, Any] = {
             TAG: "tensor",
             "dtype": str(leaf.dtype).removeprefix("torch."),

@@ -85,7 +85,7 @@ class AsyncCheckpointSaver:
         self._level = compression_level
         self._log_level = logging.INFO if verbose else logging.DEBUG
         self._guard = Guard()
-        self._pool = BufferPool(max_queue_size + 1)
+        self._pool = BufferPool(2 * (max_queue_size + 1))
         self._lock = threading.Lock()
         self._save_count = self._failed_count = 0
         self._raw_bytes = self._stored_bytes = 0
@@ -230,7 +230,7 @@ class AsyncCheckpointSaver:
         self, snapshot: Snapshot, write: Callable[[Snapshot], tuple[Path, int, int]], target: Path, start: float
     ) -> SaveResult:
         try:
-            _check_space(target, snapshot.raw_bytes)
+            _check_space(target, snapshot.wait())
             path, raw, stored = write(snapshot)
         except BaseException:
             with self._lock:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from slipstream.errors import TornStateError
 from slipstream.tensors import Region, View, check_storable, copy_memory, plan, settled, view_memory
-from slipstream.tree import Leaf, Path, encode, map_leaves
+from slipstream.tree import Leaf, Path, Slot, encode, map_leaves
 
 _ALIGNMENT = 64
 _PIECE_BYTES = 4 << 20
@@ -61,65 +61,118 @@ class BufferPool:
             self._free = sorted([*self._free, buffer], key=lambda kept: kept.nbytes)[-self._max_free :]
 
 
-@dataclass
-class _Piece:
-    """A guarded region still to be copied, and what its tensors' version counters said at the call."""
+@dataclass(eq=False)
+class _Part:
+    """Some tensors of a snapshot, and the memory that they were, or will be, copied to."""
 
-    region: Region
-    target: int
-    names: list[str]
-    versions: list[tuple[torch.Tensor, int]]
+    indices: list[int]
+    tensors: list[torch.Tensor]
+    buffer: NDArray[np.uint8] | None = None
+    regions: list[Region] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    views: list[View] = field(default_factory=list)
+
+    def plan(self, pool: BufferPool) -> None:
+        """Find the memory behind the tensors, and take as much."""
+        self.regions, self.views = plan([settled(tensor) for tensor in self.tensors])
+        self.sizes = [region.nbytes for region in self.regions]
+        total = 0
+        for size in self.sizes:
+            self.offsets.append(total)
+            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.buffer = pool.take(total)
+
+    def copy(self) -> None:
+        """Copy from the memory of this machine."""
+        base = self._taken().ctypes.data
+        for region, offset in zip(self.regions, self.offsets, strict=True):
+            for start in range(0, region.nbytes, _PIECE_BYTES):
+                size = min(_PIECE_BYTES, region.nbytes - start)
+                copy_memory(base + offset + start, region.address + start, size)
+
+    def copy_from_device(self, stream: Any) -> None:
+        """Copy from an accelerator; on CUDA asynchronously, so that only work on the GPU has to wait."""
+        for number, region in enumerate(self.regions):
+            first = region.tensors[0]
+            content = torch.empty(0, dtype=torch.uint8, device=first.device)
+            start = region.address - first.untyped_storage().data_ptr()
+            content.set_(first.untyped_storage(), start, (region.nbytes,), (1,))
+            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                torch.from_numpy(self.memory(number)).copy_(content, non_blocking=stream is not None)
+                if stream is not None:
+                    content.record_stream(stream)
+
+    def forget_sources(self) -> None:
+        """Let go of the tensors."""
+        self.tensors, self.regions = [], []
+
+    def memory(self, region: int) -> NDArray[np.uint8]:
+        """Return the copy of a region."""
+        if region < 0:
+            return np.empty(0, np.uint8)
+        return self._taken()[self.offsets[region] : self.offsets[region] + self.sizes[region]]
+
+    def revived(self) -> dict[int, torch.Tensor]:
+        """Return tensors that see the copy, tied as their originals are, by their number in the snapshot."""
+        by_region: dict[int, list[int]] = {}
+        for position, view in enumerate(self.views):
+            by_region.setdefault(view.region, []).append(position)
+        found: dict[int, torch.Tensor] = {}
+        for region, positions in by_region.items():
+            seen = view_memory(self.memory(region), [self.views[position] for position in positions])
+            found.update(zip([self.indices[position] for position in positions], seen, strict=True))
+        return found
+
+    def _taken(self) -> NDArray[np.uint8]:
+        if self.buffer is None:
+            raise RuntimeError("the memory of this snapshot was given back")
+        return self.buffer
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """A private copy of a nested state; complete once `wait` returns.
+    """A private copy of a nested state; complete once `state` returns."""
 
-    Attributes:
-        raw_bytes: Size of the tensors, each piece of memory counted once.
-    """
-
-    raw_bytes: int
     _structure: Any
     _pool: BufferPool
-    _buffer: NDArray[np.uint8]
-    _offsets: list[int]
-    _sizes: list[int]
-    _views: list[View]
+    _paths: list[Path]
     _flags: list[tuple[bool, bool]]
-    _names: list[str]
-    _pieces: list[_Piece] = field(default_factory=list)
+    _parts: list[_Part] = field(default_factory=list)
+    _later: _Part | None = None
+    _versions: list[int] = field(default_factory=list)
     _events: list[tuple[torch.device, Any]] = field(default_factory=list)
     _error: BaseException | None = None
     _copied: threading.Event = field(default_factory=threading.Event)
     _done: threading.Event = field(default_factory=threading.Event)
     _pid: int = field(default_factory=os.getpid)
 
-    def copy_guarded(self) -> None:
+    def copy_later(self) -> None:
         """Copy what was left for later; runs on a thread of its own."""
         try:
-            for piece in self._pieces:
-                for start in range(0, piece.region.nbytes, _PIECE_BYTES):
-                    size = min(_PIECE_BYTES, piece.region.nbytes - start)
-                    copy_memory(piece.target + start, piece.region.address + start, size)
-            changed = [
-                name
-                for piece in self._pieces
-                for name, (tensor, version) in zip(piece.names, piece.versions, strict=True)
-                if tensor._version != version
-            ]
-            if changed:
-                self._error = TornStateError(
-                    f"{', '.join(changed[:3])} changed while being copied: guarded state may change only in a guarded "
-                    "optimizer's step or under saver.mutating(); nothing was written"
-                )
+            if self._later is not None:
+                self._later.plan(self._pool)
+                self._later.copy()
+                changed = [
+                    "/".join(self._paths[index])
+                    for index, tensor, version in zip(
+                        self._later.indices, self._later.tensors, self._versions, strict=True
+                    )
+                    if tensor._version != version
+                ]
+                if changed:
+                    self._error = TornStateError(
+                        f"{', '.join(changed[:3])} changed while being copied: guarded state may change only in a "
+                        "guarded optimizer's step or under saver.mutating(); nothing was written"
+                    )
             self._copied.set()
             for _, event in self._events:
                 event.synchronize()
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits
             self._error = error
         finally:
-            self._pieces.clear()  # lets go of the tensors
+            for part in self._parts:
+                part.forget_sources()
             self._copied.set()
             self._done.set()
 
@@ -136,8 +189,8 @@ class Snapshot:
             torch.cuda.current_stream(device).wait_event(event)
         self._copied.wait()
 
-    def state(self) -> Any:
-        """Wait for the copy and return the state, whose tensors see the snapshot's memory.
+    def wait(self) -> int:
+        """Block until the copy is complete; returns its size, each piece of memory counted once.
 
         Raises:
             TornStateError: If guarded state changed while it was being copied.
@@ -145,47 +198,34 @@ class Snapshot:
         self._done.wait()
         if self._error is not None:
             raise self._error
-        by_region: dict[int, list[int]] = {}
-        for index, view in enumerate(self._views):
-            by_region.setdefault(view.region, []).append(index)
+        return sum(sum(part.sizes) for part in self._parts)
+
+    def state(self) -> Any:
+        """Wait for the copy and return the state, whose tensors see the snapshot's memory."""
+        self.wait()
         tensors: dict[int, torch.Tensor] = {}
-        for region, indices in by_region.items():
-            memory = self._memory(region)
-            tensors.update(zip(indices, view_memory(memory, [self._views[i] for i in indices]), strict=True))
-        return map_leaves(self._structure, lambda leaf, _: self._revive(leaf, tensors), lambda value, _: value)
+        for part in self._parts:
+            tensors.update(part.revived())
+
+        def revive(leaf: Leaf, _: Path) -> Leaf:
+            if not isinstance(leaf, Slot):
+                return leaf
+            is_parameter, requires_grad = self._flags[leaf.index]
+            tensor = tensors[leaf.index]
+            if is_parameter:
+                return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+            return tensor.requires_grad_() if requires_grad else tensor
+
+        return map_leaves(self._structure, revive, lambda value, _: value)
 
     def release(self) -> None:
         """Give the memory back to the pool; nothing may refer to it after that. May be repeated."""
-        if self._done.is_set():  # else a thread is still writing to it, and it goes when that thread goes
-            buffer, self._buffer = self._buffer, np.empty(0, np.uint8)
-            if buffer.size:
+        if not self._done.is_set():  # a thread is still writing to it: it goes when that thread goes
+            return
+        for part in self._parts:
+            buffer, part.buffer = part.buffer, None
+            if buffer is not None:
                 self._pool.give_back(buffer)
-
-    def _memory(self, region: int) -> NDArray[np.uint8]:
-        if region < 0:
-            return np.empty(0, np.uint8)
-        return self._buffer[self._offsets[region] : self._offsets[region] + self._sizes[region]]
-
-    def _revive(self, leaf: Leaf, tensors: dict[int, torch.Tensor]) -> Leaf:
-        if not isinstance(leaf, _Slot):
-            return leaf
-        tensor = tensors[leaf.index]
-        is_parameter, requires_grad = self._flags[leaf.index]
-        if is_parameter:
-            return torch.nn.Parameter(tensor, requires_grad=requires_grad)
-        return tensor.requires_grad_(requires_grad) if requires_grad else tensor
-
-
-class _Slot(np.ndarray[Any, Any]):
-    """Stands for a tensor in the structure of a snapshot: an empty array that knows its number."""
-
-    index: int
-
-
-def _slot(index: int) -> _Slot:
-    slot = np.empty(0, np.uint8).view(_Slot)
-    slot.index = index
-    return slot
 
 
 class Guard:
@@ -273,53 +313,47 @@ def take_snapshot(state: Any, guard: Guard, pool: BufferPool, *, opaque: bool) -
         UnsupportedStateError: If a tensor cannot be stored.
     """
     tensors: list[torch.Tensor] = []
-    names: list[str] = []
+    paths: list[Path] = []
     flags: list[tuple[bool, bool]] = []
 
     def collect(leaf: Leaf, path: Path) -> Any:
         if isinstance(leaf, np.ndarray):
             return np.array(leaf)
-        name = "/".join(path)
-        check_storable(leaf, name or "the state")
+        check_storable(leaf, path)
         flags.append((isinstance(leaf, torch.nn.Parameter), leaf.requires_grad))
-        tensors.append(settled(leaf))
-        names.append(name)
-        return _slot(len(tensors) - 1)
+        tensors.append(leaf)
+        paths.append(path)
+        return Slot(len(tensors) - 1)
 
-    structure = map_leaves(state, collect, _copied if opaque else _plain)
-    regions, views = plan_devices(tensors)
-    offsets, total = [], 0
-    for region in regions:
-        offsets.append(total)
-        total += -(-region.nbytes // _ALIGNMENT) * _ALIGNMENT
-    buffer = pool.take(total)
-    raw_bytes = sum(region.nbytes for region in regions)
-    sizes = [region.nbytes for region in regions]
-    snapshot = Snapshot(raw_bytes, structure, pool, buffer, offsets, sizes, views, flags, names)
-    _copy_or_defer(snapshot, regions, views, tensors, guard.storages())
-    if snapshot._pieces or snapshot._events:
-        guard.watch(snapshot)
-        threading.Thread(target=snapshot.copy_guarded, name="slipstream-copy", daemon=True).start()
-    else:
-        snapshot._copied.set()
-        snapshot._done.set()
-    return snapshot
-
-
-def plan_devices(tensors: list[torch.Tensor]) -> tuple[list[Region], list[View]]:
-    """Plan tensors of several devices: addresses of one say nothing about another's."""
-    by_device: dict[torch.device, list[int]] = {}
+    snapshot = Snapshot(map_leaves(state, collect, _copied if opaque else _plain), pool, paths, flags)
+    now: list[int] = []
+    later: list[int] = []
+    elsewhere: dict[torch.device, list[int]] = {}
+    guarded = guard.storages()
     for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
-    regions: list[Region] = []
-    views: dict[int, View] = {}
-    for indices in by_device.values():
-        found, seen = plan([tensors[i] for i in indices])
-        for index, view in zip(indices, seen, strict=True):
-            home = view.region + len(regions) if view.region >= 0 else -1
-            views[index] = View(home, view.offset, view.dtype, view.shape, view.stride)
-        regions += found
-    return regions, [views[index] for index in range(len(tensors))]
+        if not tensor.is_cpu:
+            elsewhere.setdefault(tensor.device, []).append(index)
+        elif guarded and tensor.untyped_storage().data_ptr() in guarded:
+            later.append(index)
+            snapshot._versions.append(tensor._version)
+        else:
+            now.append(index)
+    for device, indices in elsewhere.items():
+        _start_copying(snapshot, _Part(indices, [tensors[i] for i in indices]), device)
+    if now:
+        part = _Part(now, [tensors[i] for i in now])
+        snapshot._parts.append(part)
+        part.plan(pool)
+        part.copy()
+    if later:
+        snapshot._later = _Part(later, [tensors[i] for i in later])
+        snapshot._parts.append(snapshot._later)
+    if later or snapshot._events:
+        guard.watch(snapshot)
+        threading.Thread(target=snapshot.copy_later, name="slipstream-copy", daemon=True).start()
+    else:
+        snapshot.copy_later()
+    return snapshot
 
 
 def _copied(value: Any, _: Path) -> Any:
@@ -328,53 +362,19 @@ def _copied(value: Any, _: Path) -> Any:
 
 def _plain(value: Any, path: Path) -> Any:
     encode(value, lambda *_: None, path)  # refuses here and now what cannot be written later
-    return copy.deepcopy(value)
+    return copy.deepcopy(value) if isinstance(value, (bytearray, set)) else value
 
 
-def _copy_or_defer(
-    snapshot: Snapshot, regions: list[Region], views: list[View], tensors: list[torch.Tensor], guarded: set[int]
-) -> None:
-    base = snapshot._buffer.ctypes.data
-    seen_by: dict[int, list[int]] = {}
-    for index, view in enumerate(views):
-        seen_by.setdefault(view.region, []).append(index)
-    streams: dict[torch.device, Any] = {}
-    for number, region in enumerate(regions):
-        source, target = region.tensors[0], base + snapshot._offsets[number]
-        if source.device.type != "cpu":
-            if source.device not in streams:
-                streams[source.device] = _side_stream(source)
-            _copy_from_device(snapshot, region, number, streams[source.device])
-        elif source.untyped_storage().data_ptr() in guarded:
-            users = seen_by[number]
-            versions = [(tensors[i], tensors[i]._version) for i in users]
-            snapshot._pieces.append(_Piece(region, target, [snapshot._names[i] for i in users], versions))
-        else:
-            copy_memory(target, region.address, region.nbytes)
-    for device, stream in streams.items():
-        if stream is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-            snapshot._events.append((device, event))
-
-
-def _side_stream(tensor: torch.Tensor) -> Any:
-    """Return a CUDA stream that starts after the work queued so far; None for devices without one."""
-    if tensor.device.type != "cuda":
-        return None
-    stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    return stream
-
-
-def _copy_from_device(snapshot: Snapshot, region: Region, number: int, stream: Any) -> None:
-    """Copy a region from an accelerator; on CUDA asynchronously, so that only work on the GPU has to wait."""
-    first = region.tensors[0]
-    start = region.address - first.untyped_storage().data_ptr()
-    content = torch.empty(0, dtype=torch.uint8, device=first.device)
-    content.set_(first.untyped_storage(), start, (region.nbytes,), (1,))
-    target = torch.from_numpy(snapshot._memory(number))
-    with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-        target.copy_(content, non_blocking=stream is not None)
-        if stream is not None:
-            content.record_stream(stream)
+def _start_copying(snapshot: Snapshot, part: _Part, device: torch.device) -> None:
+    """Copy tensors from an accelerator: on CUDA on a stream of its own, after the work that is queued already."""
+    snapshot._parts.append(part)
+    part.plan(snapshot._pool)
+    stream: Any = None
+    if device.type == "cuda":
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+    part.copy_from_device(stream)
+    if stream is not None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        snapshot._events.append((device, event))

@@ -1,0 +1,13 @@
+"""Adapters: checkpoints of ours in the training loops of others.
+
+Importing them imports none of those libraries: that happens when an adapter is made, which raises `ImportError` with
+what to install if the library is not there.
+"""
+
+from __future__ import annotations
+
+from slipstream.checkpoint.adapters.lightning import LightningCheckpointIO
+from slipstream.checkpoint.adapters.stable_baselines3 import SB3CheckpointCallback, restore_into
+from slipstream.checkpoint.adapters.torchrl import TorchRLCheckpointHook
+
+__all__ = ["LightningCheckpointIO", "SB3CheckpointCallback", "TorchRLCheckpointHook", "restore_into"]
