@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from slipstream import __version__
+from slipstream.cli import ckpt
 
 app = typer.Typer(
     help="The data plane of a robot-learning training loop.",
@@ -21,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # importing rich would double the time that --help takes
     pretty_exceptions_enable=False,
 )
+app.add_typer(ckpt.app, name="ckpt")
 
 FileArgument = Annotated[Path, typer.Argument(help="A file that Slipstream wrote.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import importlib
 import os
@@ -29,13 +28,18 @@ class Adapter:
         Raises:
             ImportError: If the library is not installed; says what to install.
         """
-        instance: Self = super().__new__(_joined(cls, _find_bases(cls)))
+        kind: Any = cls
+        instance: Self = super().__new__(_joined(kind, _find_bases(kind)))
         return instance
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the class that can be imported; unpickling finds the library again."""
         importable = next(kind for kind in type(self).__mro__ if "joined" not in vars(kind))
-        return copyreg.__newobj__, (importable,), self.__dict__.copy()  # type: ignore[attr-defined]
+        return _make, (importable,), self.__dict__.copy()
+
+
+def _make(cls: type[Adapter]) -> Adapter:
+    return cls.__new__(cls)
 
 
 def _find_bases(cls: type[Adapter]) -> tuple[type, ...]:

@@ -1,0 +1,477 @@
+"""`slipstream ckpt`, as a person or a script meets it."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream import CheckpointManager, load_checkpoint, write_container
+from slipstream.checkpoint import write_native
+
+COMMANDS = ["inspect", "verify", "convert", "diff", "prune"]
+
+# Importing torch takes seconds: one process runs the commands that need it, each as a fresh `slipstream` would.
+SERVER = """
+import contextlib, io, json, sys
+from slipstream.cli import main
+for line in sys.stdin:
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    sys.argv = ["slipstream", *json.loads(line)]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException as error:
+            err.write(f"Traceback of {error!r}")
+            code = 99
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
+"""
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Server:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "COLUMNS": "100"},
+        )
+
+    def __call__(self, *arguments: object) -> Result:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps(["ckpt", *map(str, arguments)]) + "\n")
+        self.process.stdin.flush()
+        return Result(*json.loads(self.process.stdout.readline()))
+
+    def json(self, *arguments: object) -> Any:
+        return json.loads(self(*arguments, "--json").out)
+
+
+@pytest.fixture(scope="module")
+def ckpt() -> Iterator[Server]:
+    server = Server()
+    yield server
+    assert server.process.stdin
+    assert server.process.stdout
+    server.process.stdin.close()
+    server.process.wait()
+    server.process.stdout.close()
+
+
+def alone(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
+    command = [sys.executable, "-m", "slipstream", "ckpt", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
+def state(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(60, 50, generator=generator) + step * 1e-4
+    policy = OrderedDict(weight=weight, tied=weight, half=torch.arange(500).bfloat16(), frozen=torch.arange(400.0))
+    return {"policy": policy, "optimizer": {"state": {0: {"step": torch.tensor(float(step))}}, "lr": 0.25}}
+
+
+def tensors() -> dict[str, Any]:
+    shared = torch.arange(300.0)
+    return {
+        "a": {"w": shared, "tied": shared, "tail": shared[100:]},
+        "list": [torch.arange(5), torch.ones(2, 3).half()],
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder of four checkpoints, steps 100 to 400; all but the first are deltas; the best is 200."""
+    with CheckpointManager(tmp_path / "run", keep_last=None) as manager:
+        for step in (100, 200, 300, 400):
+            manager.save(step, state(step), {"reward": 9.5 if step == 200 else step / 100}).wait()
+    return tmp_path / "run"
+
+
+def step_file(run: Path, step: int) -> Path:
+    return run / f"checkpoint_iter_{step}.slip"
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(int(path.stem.rpartition("_")[2]) for path in run.glob("checkpoint_iter_*.slip"))
+
+
+def damage(path: Path, at: int = 40) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def one_line(result: Result) -> bool:
+    return (
+        (result.code, result.out) == (2, "") and result.err.startswith("slipstream: ") and result.err.count("\n") == 1
+    )
+
+
+def test_every_command_has_help_with_an_example(ckpt):
+    for command in COMMANDS:
+        result = ckpt(command, "--help")
+        assert result.code == 0
+        assert f"Example: slipstream ckpt {command}" in result.out
+    assert all(command in ckpt("--help").out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["ckpt", "--help"], ["ckpt", "convert", "--help"]])
+def test_help_imports_neither_torch_nor_numpy(arguments):
+    script = (
+        "import sys, slipstream.cli\n"
+        f"sys.argv = ['slipstream', *{arguments!r}]\n"
+        "try: slipstream.cli.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'rich.table', 'zstandard'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_inspecting_a_native_file_reads_its_index_only_and_needs_no_torch(run):
+    path = step_file(run, 100)
+    damage(path)  # in the first chunk, which is not read
+    script = (
+        "import sys, slipstream.cli\n"
+        f"sys.argv = ['slipstream', 'ckpt', 'inspect', {str(path)!r}]\n"
+        "try: slipstream.cli.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert "policy/weight" in result.stdout
+
+
+def test_inspect_shows_step_metrics_and_every_tensor_with_its_torch_dtype(ckpt, run):
+    result = ckpt("inspect", step_file(run, 100))
+    assert result.code == 0
+    for words in ("native checkpoint", "step: 100", '"reward": 1.0', "policy/half", "bfloat16", "60x50", "12.0 kB"):
+        assert words in result.out
+    assert "5 tensors, 14.6 kB in a file of" in result.out  # tied memory counts once
+    assert "delta of" not in result.out
+
+
+def test_inspect_of_a_delta_names_its_parent_its_depth_and_what_is_the_same(ckpt, run):
+    document = ckpt.json("inspect", step_file(run, 300))
+    assert (document["format"], document["step"], document["metrics"]) == ("native", 300, {"reward": 3.0})
+    assert document["parent"]["depth"] == 2
+    assert document["parent"]["file"].startswith(".bases/")
+    assert sorted(document["parent"]["same"]) == ["policy/frozen", "policy/half"]
+    codecs = {tensor["name"]: tensor["codec"] for tensor in document["tensors"]}
+    assert codecs.pop("policy/weight") == "difference"
+    assert codecs == {
+        "policy/tied": "tied",
+        "policy/half": "same",
+        "policy/frozen": "same",
+        "optimizer/state/0/step": "inline",
+    }
+    assert f"delta of {document['parent']['file']}, depth 2: 2 entries" in ckpt("inspect", step_file(run, 300)).out
+
+
+def test_inspect_lists_the_same_tensors_whatever_the_format(ckpt, tmp_path):
+    write_native(tmp_path / "a.slip", tensors())
+    shown = {}
+    for name, kind in [("a.slip", "native"), ("b.pt", "pt"), ("b.pt.lz4", "lz4"), ("b.safetensors", "safetensors")]:
+        if kind != "native":
+            assert ckpt("convert", tmp_path / "a.slip", tmp_path / name).code == 0
+        document = ckpt.json("inspect", tmp_path / name)
+        assert document["format"] == kind
+        shown[kind] = {(item["name"], item["dtype"], *item["shape"]) for item in document["tensors"]}
+    assert shown["native"] == shown["pt"] == shown["lz4"] == shown["safetensors"]
+    assert ("list/1", "float16", 2, 3) in shown["native"]
+
+
+def test_verify_tells_sound_files_from_damaged_ones(ckpt, run):
+    sound = ckpt("verify", run)
+    assert (sound.code, sound.err) == (0, "")
+    assert sound.out.count(": sound, all ") == 4
+    damage(step_file(run, 400))
+    result = ckpt("verify", run)
+    assert result.code == 1
+    assert "entry 'policy/weight' is damaged in chunk 1 of 1" in result.out
+    assert f"{step_file(run, 400)}: damaged" in result.out
+    assert result.out.count(": sound, all ") == 3
+
+
+def test_verify_checks_the_parents_of_a_delta(ckpt, run):
+    damage(step_file(run, 100))  # linked to the base that the others are stored against
+    document = ckpt.json("verify", step_file(run, 300))
+    assert not document["sound"]
+    (file,) = document["files"]
+    assert file["parents"] == 2
+    assert ".bases/" in file["problems"][0]
+    for base in (run / ".bases").iterdir():
+        base.unlink()
+    result = ckpt("verify", step_file(run, 300))
+    assert result.code == 1
+    assert "which is missing" in result.out
+
+
+@pytest.mark.parametrize("name", ["a.slip", "a.pt", "a.pt.lz4"])
+def test_verify_finds_damage_in_every_format_with_checksums(ckpt, tmp_path, name):
+    save_file({"w": torch.arange(5000.0)}, tmp_path / "source.safetensors")
+    assert ckpt("convert", tmp_path / "source.safetensors", tmp_path / name).code == 0
+    assert ckpt("verify", tmp_path / name).code == 0
+    damage(tmp_path / name, (tmp_path / name).stat().st_size // 2)
+    result = ckpt("verify", tmp_path / name)
+    assert (result.code, result.err) == (1, "")
+    assert str(tmp_path / name) in result.out
+
+
+def test_verify_calls_a_cut_off_file_damaged_and_a_file_without_checksums_readable(ckpt, run, tmp_path):
+    content = step_file(run, 200).read_bytes()
+    step_file(run, 200).write_bytes(content[:-9])
+    assert ckpt("verify", step_file(run, 200)).code == 1
+    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    result = ckpt("verify", tmp_path / "a.safetensors")
+    assert (result.code, "has no checksums" in result.out) == (0, True)
+
+
+def test_verify_does_not_call_a_file_damaged_that_it_will_not_run(ckpt, tmp_path):
+    torch.save({"w": torch.ones(3), "object": Path("x")}, tmp_path / "a.pt")
+    result = ckpt("verify", tmp_path / "a.pt")
+    assert one_line(result)
+    assert "only running code from the file could load" in result.err
+
+
+def test_convert_goes_between_all_formats_and_back_without_a_bit_lost(ckpt, tmp_path):
+    write_native(tmp_path / "0.slip", tensors())
+    chain = ["0.slip", "1.pt", "2.pt.lz4", "3.slip", "4.safetensors", "5.pt", "6.safetensors", "7.pt.lz4", "8.slip"]
+    for source, target in itertools.pairwise(chain):
+        result = ckpt("convert", tmp_path / source, tmp_path / target)
+        assert (result.code, result.err) == (0, "")
+        assert "read back and equal" in result.out
+    assert ckpt("diff", tmp_path / "0.slip", tmp_path / "8.slip").code == 0
+    nested = load_checkpoint(tmp_path / "3.slip")
+    assert nested["a"]["w"].data_ptr() == nested["a"]["tied"].data_ptr()
+    plain = torch.load(tmp_path / "1.pt")["a"]
+    assert plain["w"].data_ptr() == plain["tied"].data_ptr() == plain["tail"].data_ptr() - 400
+    assert torch.equal(plain["tail"], torch.arange(100.0, 300.0))
+    assert set(load_file(tmp_path / "4.safetensors")) == {"a/w", "a/tied", "a/tail", "list/0", "list/1"}
+
+
+def test_converting_a_delta_makes_it_whole_and_keeps_its_metadata(ckpt, run, tmp_path):
+    assert ckpt("convert", step_file(run, 300), tmp_path / "whole.slip").code == 0
+    document = ckpt.json("inspect", tmp_path / "whole.slip")
+    assert (document["parent"], document["step"], document["metrics"]) == (None, 300, {"reward": 3.0})
+    result = ckpt("convert", step_file(run, 300), tmp_path / "whole.pt")
+    assert "without its metadata, which this format cannot hold" in result.out
+    assert ckpt("diff", tmp_path / "whole.slip", tmp_path / "whole.pt").code == 0
+
+
+def test_safetensors_takes_tensors_only_and_says_what_is_none(ckpt, run, tmp_path):
+    target = tmp_path / "out" / "a.safetensors"
+    result = ckpt("convert", step_file(run, 100), target)
+    assert one_line(result)
+    assert "'optimizer/lr' is of type float" in result.err
+    assert not target.exists()
+    result = ckpt("convert", step_file(run, 100), target, "--tensors-only")
+    assert result.code == 0
+    assert "without 1 value that is no tensor and its metadata" in result.out
+    assert torch.equal(load_file(target)["policy/tied"], state(100)["policy"]["weight"])
+    assert os.listdir(target.parent) == ["a.safetensors"]
+    write_native(tmp_path / "twice.slip", {"a": {"b": torch.ones(3)}, "a/b": torch.ones(3)})
+    result = ckpt("convert", tmp_path / "twice.slip", tmp_path / "twice.safetensors")
+    assert one_line(result)
+    assert "two tensors would be called 'a/b'" in result.err
+
+
+def test_convert_says_so_if_the_result_can_only_be_loaded_with_trust(ckpt, tmp_path):
+    write_native(tmp_path / "a.slip", {"array": np.arange(100)})
+    result = ckpt("convert", tmp_path / "a.slip", tmp_path / "a.pt")
+    assert result.code == 0
+    assert "weights_only=False" in result.out
+
+
+def test_convert_overwrites_only_if_told_to_and_never_with_less_than_a_whole_file(ckpt, run, tmp_path):
+    target = tmp_path / "a.pt"
+    target.write_text("precious")
+    result = ckpt("convert", step_file(run, 100), target)
+    assert result == (2, "", f"slipstream: {target}: exists already; --force overwrites it\n")
+    damage(step_file(run, 400))
+    assert one_line(ckpt("convert", step_file(run, 400), target, "--force"))
+    assert one_line(ckpt("convert", step_file(run, 100), target, "--force", "--format", "safetensors"))
+    assert target.read_text() == "precious"
+    target.chmod(0o640)
+    assert ckpt("convert", step_file(run, 100), target, "--force").code == 0
+    assert torch.equal(torch.load(target)["policy"]["weight"], state(100)["policy"]["weight"])
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "run"]
+
+
+def test_convert_goes_by_format_if_told_and_else_by_suffix(ckpt, run, tmp_path):
+    result = ckpt("convert", step_file(run, 100), tmp_path / "a.bin")
+    assert one_line(result)
+    assert "expected .slip, .pt, .pt.lz4, .safetensors, or --format" in result.err
+    assert ckpt("convert", step_file(run, 100), tmp_path / "a.bin", "--format", "lz4").code == 0
+    assert ckpt.json("inspect", tmp_path / "a.bin")["format"] == "lz4"
+
+
+def test_a_missing_safetensors_package_is_one_sentence(run, tmp_path):
+    (tmp_path / "hidden" / "safetensors").mkdir(parents=True)
+    (tmp_path / "hidden" / "safetensors" / "__init__.py").write_text("raise ImportError('hidden')")
+    result = alone("convert", step_file(run, 100), tmp_path / "a.safetensors", PYTHONPATH=str(tmp_path / "hidden"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("slipstream: ")
+    assert result.stderr.endswith("pip install safetensors\n")
+
+
+def test_diff_says_what_is_missing_what_differs_and_by_how_much(ckpt, tmp_path):
+    b = {
+        "equal": torch.tensor([1.0, float("nan")]),
+        "moved": torch.zeros(10),
+        "big": torch.tensor([2**62, 5]),
+        "cast": torch.ones(4),
+        "shape": torch.ones(4),
+        "zero": torch.tensor([0.0]),
+        "lr": 0.25,
+    }
+    a = {**b, "moved": torch.zeros(10), "big": torch.tensor([-(2**62), 5]), "only_a": torch.ones(2, dtype=torch.int8)}
+    a |= {"cast": torch.ones(4).bfloat16(), "shape": torch.ones(2, 2), "zero": torch.tensor([-0.0]), "lr": 0.5}
+    b = {**b, "moved": torch.tensor([0.0] * 8 + [-1.5, 0.5]), "only_b": torch.ones(1)}
+    write_native(tmp_path / "a.slip", a)
+    torch.save(b, tmp_path / "b.pt")
+    result = ckpt("diff", tmp_path / "a.slip", tmp_path / "b.pt")
+    assert (result.code, result.err) == (1, "")
+    assert "only in A: only_a int8[2]\nonly in B: only_b float32[1]\n" in result.out
+    assert "differs: moved float32[10]: 2 of 10 elements, by up to 1.5\n" in result.out
+    assert "differs: cast bfloat16[4] -> float32[4]: 0 of 4 elements, by up to 0\n" in result.out
+    assert "differs: shape float32[2, 2] -> float32[4]\n" in result.out
+    assert "differs: zero float32[1]: 1 of 1 elements, by up to 0\n" in result.out
+    assert "value differs: lr 0.5 -> 0.25\n" in result.out
+    document = ckpt.json("diff", tmp_path / "a.slip", tmp_path / "b.pt")
+    assert (document["equal"], document["same"]) == (False, ["equal"])
+    assert {change["name"]: change["max_abs_difference"] for change in document["differ"]}["big"] == 2**63
+
+
+def test_diff_of_numbers_that_are_none_is_still_json(ckpt, tmp_path):
+    torch.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "a.pt")
+    torch.save({"w": torch.tensor([1.0, float("nan")])}, tmp_path / "b.pt")
+    (change,) = ckpt.json("diff", tmp_path / "a.pt", tmp_path / "b.pt")["differ"]
+    assert (change["elements_differing"], change["max_abs_difference"]) == (1, "nan")
+    assert ckpt("diff", tmp_path / "a.pt", tmp_path / "b.pt").code == 1
+    assert ckpt("diff", tmp_path / "b.pt", tmp_path / "b.pt").code == 0
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        (["--keep-last", 1], [400]),
+        (["--keep-last", 1, "--keep-every", 300], [300, 400]),
+        (["--keep-last", 1, "--keep-best", "reward:max"], [200, 400]),
+        (["--keep-last", 1, "--keep-best", "reward:min"], [100, 400]),
+        (["--keep-last", 9], [100, 200, 300, 400]),
+    ],
+)
+def test_prune_deletes_what_the_dry_run_said(ckpt, run, rules, kept):
+    before = sorted(path for path in run.rglob("*") if path.name != ".lock")
+    dry = ckpt("prune", run, *rules, "--dry-run")
+    assert (dry.code, dry.err) == (0, "")
+    assert sorted(path for path in run.rglob("*") if path.name != ".lock") == before
+    wet = ckpt("prune", run, *rules)
+    assert wet.out == dry.out.replace("would delete", "deleted")
+    assert steps(run) == kept
+    for step in sorted({100, 200, 300, 400} - set(kept)):
+        assert str(step) in wet.out
+    assert ckpt("verify", run).code == 0
+
+
+def test_prune_neither_counts_nor_deletes_damaged_checkpoints(ckpt, run):
+    step_file(run, 400).write_bytes(b"")
+    dry = ckpt("prune", run, "--keep-last", 1, "--dry-run")
+    assert dry.out == f"{run}: would delete 2 of 4 checkpoints: 100, 200\n"
+    assert ckpt("prune", run, "--keep-last", 1).code == 0
+    assert steps(run) == [300, 400]
+
+
+def test_prune_refuses_what_it_cannot_do_safely(ckpt, run, tmp_path):
+    (tmp_path / "file").write_text("hello")
+    for arguments, words in [
+        ([tmp_path / "absent", "--keep-last", 1], "No such file"),
+        ([tmp_path / "file", "--keep-last", 1], "is not a folder"),
+        ([run, "--keep-last", 1, "--keep-best", "reward"], "expected a metric and max or min"),
+        ([run, "--keep-last", 1, "--keep-best", "rewrd:max"], "no checkpoint has a metric 'rewrd'"),
+    ]:
+        result = ckpt("prune", *arguments)
+        assert one_line(result)
+        assert words in result.err
+    assert ckpt("prune", run, "--keep-last", 0).code == 2
+    assert ckpt("prune", run).code == 2
+    assert steps(run) == [100, 200, 300, 400]
+    assert not (tmp_path / "absent").exists()
+
+
+def test_prune_deletes_nothing_beside_a_checkpoint_that_is_whole_and_cannot_be_judged(ckpt, run):
+    with write_container(step_file(run, 500), kind="checkpoint") as writer:
+        writer.set("state", {})
+        writer.set("metadata", {"$": "tensor", "dtype": "float32", "shape": []})
+    result = ckpt("prune", run, "--keep-last", 1)
+    assert one_line(result)
+    assert "so nothing was deleted" in result.err
+    assert steps(run) == [100, 200, 300, 400, 500]
+
+
+def test_errors_are_one_line_without_a_traceback(ckpt, tmp_path):
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "empty").touch()
+    with write_container(tmp_path / "other.slip", kind="replay") as writer:
+        writer.add("x", np.ones(3))
+    with write_container(tmp_path / "odd.slip", kind="checkpoint") as writer:
+        writer.set("state", {"w": {"$": "tensor", "dtype": "float32", "shape": [9], "entry": "gone"}})
+        writer.set("parent", [1])
+    for name in ("absent", ".", "text", "empty", "other.slip", "odd.slip"):
+        path = tmp_path / name
+        assert one_line(ckpt("inspect", path)), name
+        assert one_line(ckpt("convert", path, tmp_path / "target.pt")), name
+        assert one_line(ckpt("diff", path, path)), name
+    assert one_line(ckpt("verify", tmp_path / "absent"))
+    assert ckpt("verify", tmp_path).err == f"slipstream: {tmp_path}: holds no checkpoint_iter_*.slip\n"
+    assert [ckpt("verify", tmp_path / name).code for name in ("text", "empty", "other.slip", "odd.slip")] == [1] * 4
+    assert not (tmp_path / "target.pt").exists()
+
+
+def test_names_in_a_file_cannot_steer_the_terminal(ckpt, tmp_path):
+    hostile = "\x1b]0;title\x07 [red]x\r\nfake line"
+    write_native(tmp_path / "a.slip", {hostile: torch.ones(100), "x": {hostile: hostile}}, {hostile: hostile})
+    write_native(tmp_path / "b.slip", {hostile: torch.zeros(100)})
+    torch.save({hostile: torch.ones(3).to_sparse()}, tmp_path / "c.pt")
+    for arguments in (
+        ["inspect", tmp_path / "a.slip"],
+        ["inspect", tmp_path / "a.slip", "--json"],
+        ["verify", tmp_path / "a.slip"],
+        ["diff", tmp_path / "a.slip", tmp_path / "b.slip"],
+        ["convert", tmp_path / "a.slip", tmp_path / "d.safetensors"],
+        ["convert", tmp_path / "c.pt", tmp_path / "d.slip"],
+    ):
+        result = ckpt(*arguments)
+        assert result.code in (0, 1, 2)
+        assert not {"\x1b", "\r", "\x07"} & set(result.out + result.err)
+        assert "\nfake line" not in result.out + result.err
+    assert "\\x1b]0;title\\x07 [red]x\\r\\nfake line" in ckpt("inspect", tmp_path / "a.slip").out
+
+
+def test_the_exit_code_of_a_process_of_its_own_is_that_of_the_command(run):
+    damage(step_file(run, 100))
+    result = alone("verify", step_file(run, 100))
+    assert (result.returncode, result.stderr) == (1, "")
+    assert result.stdout.endswith(": damaged\n")
