@@ -167,17 +167,15 @@ def copy_memory(target: int, source: int, nbytes: int) -> None:
     ctypes.memmove(target, source, nbytes)
 
 
-def view_memory(memory: NDArray[np.uint8], views: Sequence[View]) -> list[torch.Tensor]:
-    """Return tensors that see one region of memory, tied as they were; they keep `memory` alive."""
-    storage = (
-        torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        if memory.size
-        else torch.empty(0).untyped_storage()
-    )
-    return [
-        torch.empty(0, dtype=view.dtype).set_(storage, view.offset // view.dtype.itemsize, view.shape, view.stride)
-        for view in views
-    ]
+def storage_of(memory: NDArray[np.uint8]) -> torch.UntypedStorage:
+    """Return a torch storage of exactly this memory, which it keeps alive."""
+    return (torch.frombuffer(memory, dtype=torch.uint8) if memory.size else torch.empty(0)).untyped_storage()
+
+
+def view_storage(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
+    """Return a tensor that sees a storage; tensors of one storage are tied."""
+    tensor = torch.empty(0, dtype=view.dtype)
+    return tensor.set_(storage, view.offset // view.dtype.itemsize, view.shape, view.stride)
 
 
 def array_of(memory: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> NDArray[Any]:

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream import AsyncCheckpointSaver, CheckpointManager, CorruptFileError, FormatVersionError, load_checkpoint
+from slipstream import (
+    AsyncCheckpointSaver,
+    CheckpointManager,
+    CorruptFileError,
+    FormatVersionError,
+    UnsupportedStateError,
+    load_checkpoint,
+)
 from slipstream.checkpoint import NativeFile, write_native
 from slipstream.store import Container, write_container
 
@@ -239,3 +246,51 @@ def test_saving_while_training_steps_in_between_gives_exact_deltas(tmp_path):
             train(1)
     for number, state in enumerate(expected):
         assert_same(load_checkpoint(manager.path(number)), state)
+
+
+def test_tensors_in_metadata_and_metrics_are_saved_like_any_other(tmp_path):
+    metrics = {"loss": torch.tensor(0.5), "histogram": torch.arange(300.0), "counts": torch.arange(300).numpy()}
+    with CheckpointManager(tmp_path, keep_last=2) as manager:
+        for step in range(5):
+            manager.save(step, {"x": torch.full((300,), float(step))}, metrics)
+    assert manager.steps() == [3, 4]
+    back = manager.restore()
+    assert back.state["x"].unique().tolist() == [4.0]
+    assert back.metrics["loss"] == 0.5
+    assert torch.equal(back.metrics["histogram"], metrics["histogram"])  # type: ignore[arg-type]
+    assert back.metrics["counts"].sum() == sum(range(300))
+
+
+def test_tensors_that_come_back_tied_are_saved_tied_by_torch(tmp_path):
+    weight = torch.randn(300, 300)
+    write_native(tmp_path / "c.slip", {"a": weight, "b": weight})
+    torch.save(load_checkpoint(tmp_path / "c.slip"), tmp_path / "c.pt")
+    assert (tmp_path / "c.pt").stat().st_size < 1.1 * weight.nbytes
+
+
+def test_a_file_that_cannot_be_read_keeps_the_bases_of_the_folder(tmp_path):
+    with CheckpointManager(tmp_path, keep_last=None, full_every=10) as manager:
+        for step in range(4):
+            manager.save(step, {"x": torch.full((500,), float(step))})
+        manager.flush()
+        hidden = manager.path(3).read_bytes()
+        manager.path(3).write_bytes(b"unreadable for now")
+        manager.prune()
+        manager.path(3).write_bytes(hidden)
+        assert manager.restore(3).state["x"].unique().tolist() == [3.0]
+
+
+def test_a_state_nested_too_deeply_is_refused_with_a_sentence(tmp_path):
+    state: Any = 1
+    for _ in range(3000):
+        state = [state]
+    with pytest.raises(UnsupportedStateError, match="nested too deeply"):
+        write_native(tmp_path / "c.slip", state)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("parent", [[1], "x", {"predicted": [1]}, {"file": "../x", "depth": 1, "same": ["y"]}])
+def test_a_parent_that_makes_no_sense_is_refused(tmp_path, parent):
+    state = {"x": {"$": "tensor", "entry": "y", "dtype": "float32", "shape": [1]}}
+    with pytest.raises((CorruptFileError, KeyError)):
+        load_checkpoint(forge(tmp_path / "f.slip", state, parent=parent))

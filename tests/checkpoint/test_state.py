@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import StateMismatchError, TrainingState, load_checkpoint
+from slipstream import AsyncCheckpointSaver, StateMismatchError, TrainingState, load_checkpoint
 
 RUN = """
     import random, sys
@@ -89,6 +89,13 @@ def test_global_random_numbers_go_on_where_they_were():
     first = (random.random(), float(np.random.rand()), torch.rand(3).tolist())
     training.load_state_dict(saved)
     assert (random.random(), float(np.random.rand()), torch.rand(3).tolist()) == first
+
+
+def test_a_training_state_saved_for_torch_loads_without_running_code(tmp_path):
+    training = TrainingState(arena=np.random.default_rng(3), noise=torch.Generator().manual_seed(1))
+    with AsyncCheckpointSaver() as saver:
+        path = saver.save_async(training.state_dict(), tmp_path / "c.pt").result().path
+    training.load_state_dict(load_checkpoint(path))
 
 
 def test_random_numbers_are_left_alone_when_not_wanted():

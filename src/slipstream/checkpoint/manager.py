@@ -305,7 +305,10 @@ class CheckpointManager:
         folder = self.folder / BASES
         if not folder.is_dir():
             return
-        needed = {parent for info in self._readable() for parent in info.parents}
+        infos = self._readable()
+        if len(infos) < len(self.steps()):  # who knows what the unreadable ones are stored against
+            return
+        needed = {parent for info in infos for parent in info.parents}
         if self._reference is not None:
             needed.add(self._reference[1].identity)
         for base in folder.glob(f"*{SUFFIX}"):

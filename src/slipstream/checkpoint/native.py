@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from slipstream.checkpoint.predict import Moments, Recipe, apply, find_moments, recipes, sample
 from slipstream.codecs import Auto, Codec, Difference, Planes, parallel_map
-from slipstream.errors import CorruptFileError, FormatVersionError
+from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError
 from slipstream.store import Container, ContainerWriter, write_container
-from slipstream.tensors import View, array_of, carrier, check_storable, plan, settled, view_memory
+from slipstream.tensors import View, array_of, carrier, check_storable, plan, settled, storage_of, view_storage
 from slipstream.tree import TAG, Leaf, decode, encode
 from slipstream.tree import Path as TreePath
 
@@ -179,7 +179,11 @@ def write_native(
         WriteError: If the file cannot be written.
     """
     collector = _Collector()
-    structure = encode(state, collector.leaf)
+    try:
+        structure = encode(state, collector.leaf)
+        described = encode(metadata, collector.leaf, ("metadata",))
+    except RecursionError:
+        raise UnsupportedStateError("the state is nested too deeply to be stored") from None
     collector.find_memory()
     content = Content(collector.arrays, find_moments(state, collector.entry_of))
     depth = 0
@@ -190,7 +194,7 @@ def write_native(
             for name, array in content.arrays.items():
                 writer.add(name, array, collector.codecs[name])
         writer.set("state", structure)
-        writer.set("metadata", encode(metadata, collector.leaf))
+        writer.set("metadata", described)
         if parent:
             depth = parent.depth + 1
             relative = os.path.relpath(parent.path, Path(path).parent)
@@ -278,11 +282,14 @@ class NativeFile:
             raise CorruptFileError(f"{path}: is a container of kind {self.container.kind!r}, expected a checkpoint")
         self.structure = values["state"]
         self.parent = values.get("parent") or {}
+        if not isinstance(self.parent, dict) or not isinstance(self.parent.get("predicted", {}), dict):
+            self.container.close()
+            raise CorruptFileError(f"{path}: says of its parent what no writer writes")
 
     @property
     def metadata(self) -> Any:
         """What was saved as metadata."""
-        return self.guarded(lambda: decode(self.container.values.get("metadata"), self._leaf_reader({})))
+        return self._decode(self.container.values.get("metadata"))
 
     @property
     def depth(self) -> int:
@@ -334,10 +341,17 @@ class NativeFile:
         structure = self.structure if keys is None else _prune(self.structure, tuple(keys), ())
         if structure is _NOTHING:
             raise KeyError(f"{self.container.path}: nothing in it matches {', '.join(map(repr, keys or ()))}")
+        return self._decode(structure)
+
+    def _decode(self, structure: Any) -> Any:
+        """Read the memory that a structure refers to, and put it together."""
         names: set[str] = set()
-        _visit(structure, lambda node: names.add(node["entry"]) if isinstance(node.get("entry"), str) else None)
-        memory = self._read_all(sorted(names))
-        return self.guarded(lambda: decode(structure, self._leaf_reader(memory)))
+
+        def read() -> Any:
+            _visit(structure, lambda node: names.add(node["entry"]) if isinstance(node.get("entry"), str) else None)
+            return decode(structure, self._leaf_reader(self._read_all(sorted(names))))
+
+        return self.guarded(read)
 
     def guarded(self, read: Callable[[], Any]) -> Any:
         """Run `read`, and name the file in what it raises."""
@@ -383,25 +397,24 @@ class NativeFile:
         return self._parent
 
     def _leaf_reader(self, memory: Mapping[str, NDArray[Any]]) -> Callable[[Mapping[str, Any]], Leaf]:
-        shared: dict[str, NDArray[np.uint8]] = {}
+        shared: dict[str, torch.UntypedStorage] = {}
 
         def read(node: Mapping[str, Any]) -> Leaf:
+            name = node.get("entry")
             if "hex" in node:
                 content = np.frombuffer(bytearray(bytes.fromhex(node["hex"])), np.uint8)
             else:
-                name = node["entry"]
-                if name not in shared:
-                    shared[name] = memory[name].reshape(-1).view(np.uint8)
-                content = shared[name]
+                content = memory[node["entry"]].reshape(-1).view(np.uint8)
             if node[TAG] == "array":
                 array: NDArray[Any] = content.view(np.dtype(node["dtype"])).reshape(node["shape"])
                 return array
-            return _tensor(node, content)
+            storage = storage_of(content) if "hex" in node else shared.setdefault(str(name), storage_of(content))
+            return _tensor(node, storage)
 
         return read
 
 
-def _tensor(node: Mapping[str, Any], content: NDArray[np.uint8]) -> torch.Tensor:
+def _tensor(node: Mapping[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
     dtype = getattr(torch, node["dtype"])
     shape = tuple(node["shape"])
     stride = tuple(node.get("stride") or torch.empty(shape, device="meta").stride())
@@ -410,9 +423,9 @@ def _tensor(node: Mapping[str, Any], content: NDArray[np.uint8]) -> torch.Tensor
     if not isinstance(dtype, torch.dtype) or any(type(number) is not int or number < 0 for number in numbers):
         raise CorruptFileError("a tensor of the state has a dtype or shape that no writer writes")
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if 0 not in shape else 0
-    if view.offset % dtype.itemsize or view.offset + last * dtype.itemsize > content.nbytes:
+    if view.offset % dtype.itemsize or view.offset + last * dtype.itemsize > storage.nbytes():
         raise CorruptFileError("a tensor of the state reaches beyond the memory that was stored for it")
-    (tensor,) = view_memory(content, [view])
+    tensor = view_storage(storage, view)
     if node.get("parameter"):
         return torch.nn.Parameter(tensor, requires_grad=bool(node.get("requires_grad")))
     return tensor.requires_grad_() if node.get("requires_grad") else tensor

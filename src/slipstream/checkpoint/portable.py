@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import lz4.frame
+import numpy as np
 import torch
 
 from slipstream.codecs import compress_frames, decompress_frames
@@ -24,6 +25,20 @@ from slipstream.store import atomic_write
 
 _SAMPLE_BYTES = 64 << 10
 _WORTHWHILE = 0.98
+
+
+# What pickled NumPy arrays and scalars, such as random states, are made with: it builds arrays and runs nothing.
+_HARMLESS = [
+    np.ndarray,
+    np.dtype,
+    np.array(0).__reduce__()[0],
+    np.float64(0).__reduce__()[0],
+    *(
+        getattr(np.dtypes, name)
+        for name in np.dtypes.__all__
+        if name not in ("ObjectDType", "StringDType", "VoidDType")
+    ),
+]
 
 
 class _FrameWriter(io.RawIOBase):
@@ -119,7 +134,8 @@ def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bo
             raise CorruptFileError(f"{path}: {error}") from error
     _check_zip(path, content)
     try:
-        return torch.load(io.BytesIO(content), map_location=device, weights_only=weights_only)
+        with torch.serialization.safe_globals(_HARMLESS):
+            return torch.load(io.BytesIO(content), map_location=device, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         if weights_only and "weights_only" in str(error).lower().replace("weights only", "weights_only"):
             raise CorruptFileError(

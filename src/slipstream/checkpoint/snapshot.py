@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import TornStateError
-from slipstream.tensors import Region, View, check_storable, copy_memory, plan, settled, view_memory
+from slipstream.tensors import Region, View, check_storable, copy_memory, plan, settled, storage_of, view_storage
 from slipstream.tree import Leaf, Path, Slot, encode, map_leaves
 
 _ALIGNMENT = 64
@@ -120,8 +120,9 @@ class _Part:
             by_region.setdefault(view.region, []).append(position)
         found: dict[int, torch.Tensor] = {}
         for region, positions in by_region.items():
-            seen = view_memory(self.memory(region), [self.views[position] for position in positions])
-            found.update(zip([self.indices[position] for position in positions], seen, strict=True))
+            storage = storage_of(self.memory(region))
+            for position in positions:
+                found[self.indices[position]] = view_storage(storage, self.views[position])
         return found
 
     def _taken(self) -> NDArray[np.uint8]:

@@ -71,5 +71,6 @@ def main() -> None:
 
 
 def _fail(sentence: str) -> NoReturn:
-    typer.echo(f"slipstream: {sentence}", err=True)
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in sentence)
+    typer.echo(f"slipstream: {shown}", err=True)
     sys.exit(2)
