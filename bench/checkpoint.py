@@ -12,6 +12,10 @@ not run, is left out and named.
 
 Few peers flush what they write to the disk. So that all are measured alike, each file is flushed (fsync) here, in the
 background, as soon as its saver says that it is complete; one that has done so itself loses nothing by it.
+
+Torch's threads would spin while they wait for each other, so that whatever else runs for a moment, in this process or
+in another, stops them all for many times as long, and the time lost would tell of the scheduler's mood. They run with
+OMP_WAIT_POLICY=passive here; set the variable to ``active`` to see the difference.
 """
 
 from __future__ import annotations
@@ -684,7 +688,7 @@ def measure_apart(name: str, start: Path, folder: Path, *, quick: bool) -> Measu
     """Measure one contender in a process of its own; raises RuntimeError with the reason if it fails."""
     folder.mkdir()
     command = [sys.executable, __file__, "--contender", name, "--start", str(start), "--folder", str(folder)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment = {"OMP_WAIT_POLICY": "passive", "JAX_PLATFORMS": "cpu", **os.environ}
     try:
         process = subprocess.run(
             command + ["--quick"] * quick,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tensordict import TensorDict
 
 from slipstream import CheckpointManager, load_checkpoint, write_container
 from slipstream.checkpoint import write_native
@@ -297,7 +298,7 @@ def test_safetensors_takes_tensors_only_and_says_what_is_none(ckpt, run, tmp_pat
 
 
 def test_convert_says_so_if_the_result_can_only_be_loaded_with_trust(ckpt, tmp_path):
-    write_native(tmp_path / "a.slip", {"array": np.arange(100)})
+    write_native(tmp_path / "a.slip", {"td": TensorDict({"x": torch.ones(3)}, batch_size=[3])})
     result = ckpt("convert", tmp_path / "a.slip", tmp_path / "a.pt")
     assert result.code == 0
     assert "weights_only=False" in result.out
