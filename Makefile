@@ -28,6 +28,7 @@ fix: .venv/.installed ## Mend what ruff can mend
 
 bench: .venv/.bench ## Measure against the peers and write docs/benchmarks.md
 	$(BIN)/python bench/codecs.py --write docs/benchmarks.md
+	$(BIN)/python bench/checkpoint.py --write docs/benchmarks.md
 
 docs: .venv/.docs ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict

@@ -29,12 +29,11 @@ import importlib
 import importlib.metadata
 import io
 import itertools
-import json
+import multiprocessing
 import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -42,9 +41,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import lz4.frame
 import numpy as np
@@ -56,7 +59,6 @@ from slipstream.checkpoint import AsyncCheckpointSaver, CheckpointManager, load_
 
 THREADS = 2
 TIMEOUT_S = 180
-RESULT = "result: "
 PEERS = (
     "lightning",
     "orbax-checkpoint",
@@ -83,7 +85,7 @@ class Size:
 
 
 SMALL = (512, 960, 960, 960, 960, 256)
-FULL = Size((1024, 2048, 2048, 2048, 2048, 512), 3, 256, 60, 4, 3, (1, 10, 100))
+FULL = Size((1024, 2048, 2048, 2048, 2048, 512), 3, 256, 60, 3, 3, (1, 10, 100))
 QUICK = Size(SMALL, 3, 512, 60, 2, 2, (1, 10))
 
 
@@ -684,32 +686,40 @@ def measure(kind: type[Contender], size: Size, start: Path, folder: Path) -> Mea
     )
 
 
-def measure_apart(name: str, start: Path, folder: Path, *, quick: bool) -> Measured:
-    """Measure one contender in a process of its own; raises RuntimeError with the reason if it fails."""
-    folder.mkdir()
-    command = [sys.executable, __file__, "--contender", name, "--start", str(start), "--folder", str(folder)]
-    environment = {"OMP_WAIT_POLICY": "passive", "JAX_PLATFORMS": "cpu", **os.environ}
+def answer(name: str, size: Size, start: Path, folder: Path, sender: Connection) -> None:
+    """Measure one contender and send what came of it: a Measured, or the reason why there is none."""
+    silence = os.open(os.devnull, os.O_WRONLY)  # peers and their processes log
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
     try:
-        process = subprocess.run(
-            command + ["--quick"] * quick,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"took more than {TIMEOUT_S} s") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    for line in process.stdout.splitlines():
-        if line.startswith(RESULT):
-            return Measured(**json.loads(line.removeprefix(RESULT)))
-    errors = [line for line in process.stderr.splitlines() if line and not line.startswith(" ")]
-    raise RuntimeError(errors[-1] if errors else f"ended with {process.returncode}")
+        sender.send(measure(CONTENDERS[name], size, start, folder))
+    except BaseException as error:  # noqa: BLE001 - whatever a peer fails with
+        sender.send(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def savers_table(start: Path, folder: Path, raw_bytes: int, *, quick: bool) -> str:
+def measure_apart(name: str, size: Size, start: Path, folder: Path) -> Measured:
+    """Measure one contender in a process of its own; raises RuntimeError with the reason if it fails."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "slipstream.checkpoint"])  # imported once, and nothing run yet
+    folder.mkdir()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=answer, args=(name, size, start, folder, sender))
+    process.start()
+    sender.close()
+    try:
+        answered = receiver.recv() if receiver.poll(TIMEOUT_S) else f"took more than {TIMEOUT_S} s"
+    except EOFError:
+        answered = "its process died"
+    process.join(5)
+    process.kill()
+    process.join()
+    shutil.rmtree(folder, ignore_errors=True)
+    if isinstance(answered, Measured):
+        return answered
+    raise RuntimeError(answered)
+
+
+def savers_table(start: Path, folder: Path, raw_bytes: int, size: Size) -> str:
     """Measure all savers and return a Markdown table; ours first, then by time lost."""
     rows: list[tuple[str, Measured]] = []
     left_out: list[str] = []
@@ -717,7 +727,7 @@ def savers_table(start: Path, folder: Path, raw_bytes: int, *, quick: bool) -> s
     for key, kind in CONTENDERS.items():
         print(f"measuring {kind.name}", file=sys.stderr)
         try:
-            measured = measure_apart(key, start, folder / key, quick=quick)
+            measured = measure_apart(key, size, start, folder / key)
         except RuntimeError as error:
             left_out.append(f"{kind.name} is left out: {error}")
             print(left_out[-1], file=sys.stderr)
@@ -728,7 +738,6 @@ def savers_table(start: Path, folder: Path, raw_bytes: int, *, quick: bool) -> s
             rows.append((kind.name, measured))
     rows.sort(key=lambda row: (not row[0].startswith("slipstream"), row[1].lost))
     usual = statistics.median(measured.iteration for _, measured in rows)
-    size = QUICK if quick else FULL
     lines = [
         f"**Savers** ({raw_bytes / 1e6:.0f} MB of fp32 weights and Adam's moments, on the CPU, {THREADS} threads; an "
         f"iteration without a save takes {1000 * usual:.0f} ms; medians of {size.saves} saves after the first)",
@@ -843,7 +852,7 @@ def run(folder: Path, *, quick: bool) -> str:
     raw_bytes = sum(tensor.nbytes for tensor in flat(state).values())
     start = folder / "start.pt"
     torch.save(state, start)
-    sections = [machine(), "", savers_table(start, folder, raw_bytes, quick=quick), sizes_table(state, folder)]
+    sections = [machine(), "", savers_table(start, folder, raw_bytes, size), sizes_table(state, folder)]
     sections.append(chains_table(size.chains, folder))
     return "\n".join(sections)
 
@@ -856,14 +865,7 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page, between its markers")
     parser.add_argument("--folder", type=Path, help="where to save; by default the system's folder for temporary files")
-    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
-    parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.contender:
-        size = QUICK if arguments.quick else FULL
-        measured = measure(CONTENDERS[arguments.contender], size, arguments.start, arguments.folder)
-        print(RESULT + json.dumps(asdict(measured)), flush=True)
-        return
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="slipstream-bench-") as folder:
         report = run(Path(folder), quick=arguments.quick)
     print(report)

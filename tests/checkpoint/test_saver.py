@@ -249,6 +249,7 @@ import os, signal, sys, time, torch
 from slipstream import AsyncCheckpointSaver
 
 def main(folder, ending):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
     model = torch.nn.Linear(400, 400)
     optimizer = torch.optim.Adam(model.parameters())
     saver = AsyncCheckpointSaver(max_queue_size=5)

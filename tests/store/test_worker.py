@@ -401,6 +401,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from slipstream.store import Worker
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
 folder = Path(sys.argv[1])
 worker = Worker(max_queue_size=10, name="saver")
 
