@@ -71,6 +71,7 @@ def main() -> None:
 
 
 def _fail(sentence: str) -> NoReturn:
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in sentence)
-    typer.echo(f"slipstream: {shown}", err=True)
+    from slipstream.cli.output import plain  # noqa: PLC0415 - only when there is something to say
+
+    typer.echo(f"slipstream: {plain(sentence).plain}", err=True)
     sys.exit(2)

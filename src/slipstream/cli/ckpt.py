@@ -150,13 +150,11 @@ def prune(
 
 @contextlib.contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Make every error that we foresee one line that a terminal can show, though it quotes names from a file."""
+    """Turn a state nested so deeply that reading it fails into a sentence."""
     try:
         yield
-    except SlipstreamError as error:
-        raise SlipstreamError(_visible(str(error))) from error
     except RecursionError:
-        raise SlipstreamError(f"{_visible(str(path))}: its state is nested too deeply") from None
+        raise SlipstreamError(f"{path}: its state is nested too deeply") from None
 
 
 @contextlib.contextmanager
@@ -168,12 +166,6 @@ def _reading(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise CorruptFileError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
-
-
-def _visible(text: str) -> str:
-    from slipstream.cli.output import plain
-
-    return plain(text).plain
 
 
 def _print(*lines: str) -> None:
@@ -689,28 +681,7 @@ def _write(path: Path, content: Any, kind: Format, metadata: Any) -> Path:
         return path
     if kind is Format.SAFETENSORS:
         return _write_safetensors(path, content)
-    return write_portable(path, _retied(content), compress=kind is Format.LZ4)[0]
-
-
-def _retied(state: Any) -> Any:
-    """Return a state whose tensors share a storage if they share memory: torch saves each storage once."""
-    from slipstream.tree import map_leaves
-
-    storages: dict[int, Any] = {}
-
-    def tie(leaf: Any, _: tuple[str, ...]) -> Any:
-        if _memory_of(leaf) is None or leaf.is_conj() or leaf.is_neg():
-            return leaf
-        mine = leaf.untyped_storage()
-        storage = storages.setdefault(mine.data_ptr(), mine)
-        if storage is mine or storage.nbytes() != mine.nbytes():
-            return leaf
-        tied = leaf.detach().new_empty(0).set_(storage, leaf.storage_offset(), leaf.shape, leaf.stride())
-        if type(leaf).__name__ == "Parameter":
-            return type(leaf)(tied, requires_grad=leaf.requires_grad)
-        return tied.requires_grad_(leaf.requires_grad)
-
-    return map_leaves(state, tie, lambda value, _: value)
+    return write_portable(path, content, compress=kind is Format.LZ4)[0]
 
 
 def _write_safetensors(path: Path, tensors: dict[str, Any]) -> Path:
