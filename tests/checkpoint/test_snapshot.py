@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from slipstream import AsyncCheckpointSaver, TornStateError, UnsupportedStateError, load_checkpoint
+from slipstream import AsyncCheckpointSaver, BackgroundError, TornStateError, UnsupportedStateError, load_checkpoint
 from slipstream.checkpoint import saver as saver_module
 from slipstream.checkpoint import snapshot, write_native
 from slipstream.tensors import copy_memory
@@ -307,6 +307,15 @@ def test_shutdown_takes_the_hooks_back(tmp_path):
     saver.shutdown()
     assert not optimizer._optimizer_step_pre_hooks
     assert not model._load_state_dict_pre_hooks
+
+
+def test_hooks_are_taken_back_though_a_save_failed_unheard(tmp_path):
+    model, optimizer = model_and_optimizer()
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(BackgroundError), AsyncCheckpointSaver() as saver:
+        saver.guard(optimizer)
+        saver.save_async({"model": model.state_dict()}, tmp_path / "file" / "c", format="native")
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_memory_is_reused_from_one_save_to_the_next(tmp_path):

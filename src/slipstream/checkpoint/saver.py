@@ -186,11 +186,8 @@ class AsyncCheckpointSaver:
 
     def shutdown(self, timeout: float | None = 60) -> None:
         """Write what is queued, then take no more saves; raises `BackgroundError` if one failed unheard."""
-        try:
+        with self._unguarded_after():
             self._worker.close(timeout)
-        finally:
-            self._guard.wait()
-            self._guard.remove()
 
     def get_stats(self) -> dict[str, float]:
         """Return counts, bytes and times.
@@ -220,8 +217,17 @@ class AsyncCheckpointSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._worker.__exit__(kind, error, trace)
-        self.shutdown(None)
+        with self._unguarded_after():
+            self._worker.__exit__(kind, error, trace)
+
+    @contextlib.contextmanager
+    def _unguarded_after(self) -> Iterator[None]:
+        """Take the hooks of the guard back when the block ends, however it ends."""
+        try:
+            yield
+        finally:
+            self._guard.wait()
+            self._guard.remove()
 
     def _warn_full(self) -> None:
         logger.warning(FULL_QUEUE)
