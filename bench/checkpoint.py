@@ -54,6 +54,7 @@ import numpy as np
 import torch
 import zstandard
 from numpy.typing import NDArray
+from page import write_section
 
 from slipstream.checkpoint import AsyncCheckpointSaver, CheckpointManager, load_checkpoint, write_native
 
@@ -876,10 +877,7 @@ def main() -> None:
         report = run(Path(folder), quick=arguments.quick)
     print(report)
     if arguments.write:
-        start, end = "<!-- checkpoint -->\n", "<!-- /checkpoint -->"
-        before, _, rest = arguments.write.read_text().partition(start)
-        _, _, after = rest.partition(end)
-        arguments.write.write_text(f"{before}{start}\n{report}\n{end}{after}")
+        write_section(arguments.write, "checkpoint", report)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import zstandard
 from numpy.typing import NDArray
+from page import write_section
 
 from slipstream.codecs import Auto, Codec, Lz4, Planes, Timewise
 
@@ -277,10 +278,7 @@ def main() -> None:
     report = run(quick=arguments.quick)
     print(report)
     if arguments.write:
-        start, end = "<!-- codecs -->\n", "<!-- /codecs -->"
-        before, _, rest = arguments.write.read_text().partition(start)
-        _, _, after = rest.partition(end)
-        arguments.write.write_text(f"{before}{start}\n{report}\n{end}{after}")
+        write_section(arguments.write, "codecs", report)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.progress import track
 from rich.table import Table
 
-from slipstream.cli.output import console, plain, print_json, print_table
+from slipstream.cli.output import console, plain, print_json, print_lines, print_table
 from slipstream.store import Container, Entry
 
 
@@ -47,11 +47,9 @@ def inspect(file: Path, *, as_json: bool) -> None:
                 ratio(entry.nbytes, entry.stored_bytes),
             )
         print_table(table)
-        console().print(
-            plain(
-                f"{len(entries)} arrays, {decimal(raw)} packed into {decimal(stored)} ({ratio(raw, stored)}); "
-                f"{len(container.values)} values; written by {container.written_by}"
-            )
+        print_lines(
+            f"{len(entries)} arrays, {decimal(raw)} packed into {decimal(stored)} ({ratio(raw, stored)}); "
+            f"{len(container.values)} values; written by {container.written_by}"
         )
 
 
@@ -73,8 +71,7 @@ def verify(file: Path, *, as_json: bool) -> bool:
         print_json({"file": str(file), "chunks": chunks, "damage": damage})
     else:
         verdict = f"{len(damage)} of {chunks} chunks are damaged" if damage else f"all {chunks} chunks are sound"
-        for line in (*damage, f"{file}: {verdict}"):
-            console().print(plain(line))
+        print_lines(*damage, f"{file}: {verdict}")
     return not damage
 
 

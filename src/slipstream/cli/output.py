@@ -20,6 +20,17 @@ def plain(text: str) -> Text:
     return Text("".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text))
 
 
+def count(number: int, what: str) -> str:
+    """Return a number with the noun that it counts, in the plural if need be."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines of text."""
+    for line in lines:
+        console().print(plain(line))
+
+
 def print_table(table: Table) -> None:
     """Print a table in full, though the terminal may be narrower."""
     screen = console()

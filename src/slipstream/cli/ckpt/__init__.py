@@ -1,0 +1,30 @@
+"""``slipstream ckpt``: look into checkpoints, check, convert and compare them, and tidy a folder of them.
+
+Each command is in the module of its name. Commands import what they need when they run; what is imported here imports
+neither torch nor NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+
+from slipstream.cli.ckpt import convert, diff, inspect, prune, verify
+
+_EXAMPLES: dict[Callable[..., None], str] = {
+    inspect.inspect: "inspect checkpoint_iter_100.slip",
+    verify.verify: "verify runs/walker && echo sound",
+    convert.convert: "convert checkpoint_iter_100.slip policy.pt",
+    diff.diff: "diff before.slip after.pt",
+    prune.prune: "prune runs/walker --keep-last 3 --keep-best reward:max --dry-run",
+}
+
+app = typer.Typer(
+    help="Look into checkpoints, check, convert and compare them, and tidy a folder of them.",
+    epilog="Example: slipstream ckpt inspect checkpoint_iter_100.slip",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+for _command, _example in _EXAMPLES.items():
+    app.command(epilog=f"Example: slipstream ckpt {_example}")(_command)
