@@ -194,6 +194,22 @@ def test_tensors_that_did_not_change_are_not_stored_again(tmp_path):
     assert torch.equal(load_checkpoint(manager.path(2))["frozen"], frozen)
 
 
+@pytest.mark.parametrize("steps_apart", [1, 3])
+def test_loading_a_chain_reads_every_chunk_of_every_file_at_most_once(tmp_path, monkeypatch, steps_apart):
+    _, manager = save_chain(tmp_path, steps_apart)
+    read: list[tuple[Path, str, int]] = []
+    original = Container._read_chunk
+
+    def recording(self: Container, entry: Any, number: int, *args: Any) -> Any:
+        read.append((self.path, entry.name, number))
+        return original(self, entry, number, *args)
+
+    monkeypatch.setattr(Container, "_read_chunk", recording)
+    load_checkpoint(manager.path(3))
+    assert len({path for path, _, _ in read}) == 4
+    assert len(read) == len(set(read))
+
+
 def test_only_part_of_a_delta_can_be_loaded(tmp_path):
     states, manager = save_chain(tmp_path, 1)
     part = load_checkpoint(manager.path(2), keys=["model/1.*"])

@@ -233,9 +233,9 @@ def test_the_barrier_waits_for_the_copy_and_not_for_the_write(tmp_path, monkeypa
     gate = threading.Event()
     write = write_native
 
-    def blocked(*arguments: Any) -> Any:
+    def blocked(*arguments: Any, **options: Any) -> Any:
         assert gate.wait(30)
-        return write(*arguments)
+        return write(*arguments, **options)
 
     monkeypatch.setattr(saver_module, "write_native", blocked)
     model, optimizer = model_and_optimizer()
@@ -328,6 +328,22 @@ def test_memory_is_reused_from_one_save_to_the_next(tmp_path):
             saver.flush()
             seen |= {buffer.ctypes.data for buffer in saver._pool._free}
         assert len(seen) == 1
+
+
+def test_guarding_gets_memory_ready_that_the_first_save_uses(tmp_path):
+    model, optimizer = model_and_optimizer(width=300)
+    with AsyncCheckpointSaver() as saver:
+        saver.guard(optimizer)
+        saver.guard(model)
+        with saver._pool._changed:
+            assert saver._pool._changed.wait_for(lambda: not saver._pool._coming, 30)
+        (ready,) = saver._pool._free
+        optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        saver.save_async(state, tmp_path / "c", format="native").wait()
+        saver.flush()
+        assert [buffer.ctypes.data for buffer in saver._pool._free] == [ready.ctypes.data]
+    assert torch.equal(load_checkpoint(tmp_path / "c")["model"]["0.weight"], model.state_dict()["0.weight"])
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,14 @@ def test_zeros_and_constants_are_nearly_free():
         assert len(Planes().encode(np.full((256, 1024), value, np.float32))) < 100
 
 
+@pytest.mark.parametrize("bits", [0b1, 0b1000_0000, 0b0101_0001, 0b1111_1110])
+def test_bytes_that_use_some_of_their_bits_take_no_more_than_those(bits):
+    array = np.random.default_rng(3).integers(0, 256, 100_001, dtype=np.uint8) & np.uint8(bits)
+    packed = Planes().encode(array)
+    assert len(packed) < array.nbytes * bits.bit_count() / 8 + 32
+    assert np.array_equal(Planes().decode(packed, array.dtype, array.shape), array)
+
+
 def test_noise_is_stored_with_a_few_bytes_more():
     noise = np.random.default_rng(2).integers(0, 2**32, 1 << 18, dtype=np.uint32)
     assert len(Planes().encode(noise)) < noise.nbytes + 32

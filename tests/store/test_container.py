@@ -131,6 +131,40 @@ def test_a_difference_needs_its_reference_to_be_read(tmp_path):
         assert list(container.find_damage()) == [None] * len(entry.chunks)
 
 
+def test_a_reference_may_be_made_part_by_part(tmp_path):
+    new, old = numbers(300, 70), numbers(300, 70)[::-1]
+    flat = np.ascontiguousarray(old).reshape(-1)
+    asked = []
+
+    def part(start: int, stop: int) -> np.ndarray[Any, Any]:
+        asked.append(stop - start)
+        return flat[start:stop]
+
+    with write_container(tmp_path / "whole", chunk_bytes=4096) as writer:
+        writer.add("a", new, Difference(), old)
+    with write_container(tmp_path / "parts", chunk_bytes=4096) as writer:
+        writer.add("a", new, Difference(), part)
+    assert (tmp_path / "whole").read_bytes() == (tmp_path / "parts").read_bytes()
+    assert sum(asked) == new.size
+    assert max(asked) <= 1024
+    with Container(tmp_path / "parts") as container:
+        assert np.array_equal(container.read("a", reference=part), new)
+        assert np.array_equal(container.read("a", slice(7, 9), reference=part), new[7:9])
+        assert np.array_equal(container.read_many(["a"], {"a": part})["a"], new)
+
+
+def test_many_arrays_are_read_at_once(tmp_path):
+    arrays = {"large": numbers(300, 70), "empty": numbers(0, 3), "small": numbers(2), "scalar": numbers()}
+    with Container(write(tmp_path / "a", arrays, chunk_bytes=4096)) as container:
+        found = container.read_many(["small", "large", "empty", "scalar"])
+        assert list(found) == ["small", "large", "empty", "scalar"]
+        assert all(
+            np.array_equal(found[name], array) and found[name].shape == array.shape for name, array in arrays.items()
+        )
+        with pytest.raises(MissingEntryError, match="no entry 'medium'"):
+            container.read_many(["small", "medium"])
+
+
 def test_a_missing_entry_is_named_with_its_nearest_neighbours(tmp_path):
     path = write(tmp_path / "a.slip", {"actor.weight": numbers(2), "actor.bias": numbers(2)})
     with Container(path) as container, pytest.raises(MissingEntryError) as caught:

@@ -23,6 +23,7 @@ from slipstream.checkpoint.load import move
 from slipstream.checkpoint.native import NativeFile, Parent, Written, path_matches, write_native
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.checkpoint.snapshot import Snapshot
+from slipstream.codecs import background_threads
 from slipstream.errors import CorruptFileError, FormatVersionError
 from slipstream.store import Handle
 from slipstream.store.atomic import make_folder, sync_folder
@@ -119,7 +120,8 @@ class CheckpointManager:
         make_folder(self.folder)
         self.keep_last, self.keep_every, self.keep_best, self.thin = keep_last, keep_every, keep_best, thin
         self.full_every = full_every
-        self.saver = AsyncCheckpointSaver(max_queue_size, policy=policy)
+        # One snapshot being written, and the one before it, which it is stored against.
+        self.saver = AsyncCheckpointSaver(max_queue_size, policy=policy, warm=1 if full_every == 1 else 2)
         self.guard = self.saver.guard
         self.mutating = self.saver.mutating
         self._reference: tuple[Path, Written, Snapshot] | None = None
@@ -223,7 +225,7 @@ class CheckpointManager:
         state = snapshot.state()
         with self._folder_lock():
             parent = self._parent()
-            written = write_native(path, state, metadata, parent)
+            written = write_native(path, state, metadata, parent, background_threads())
             with self._lock:
                 previous, self._reference = self._reference, (path, written, snapshot)
             if previous is not None:
@@ -298,7 +300,7 @@ class CheckpointManager:
             return leaf
 
         state = map_leaves(_without(state, thin.drop, ()), shrink, lambda value, _: value)
-        write_native(path, state, {**metadata, "thinned": True})
+        write_native(path, state, {**metadata, "thinned": True}, threads=background_threads())
 
     def _sweep_bases(self) -> None:
         """Delete the bases that no checkpoint needs any more."""

@@ -19,17 +19,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.checkpoint.predict import Moments, Recipe, apply, find_moments, recipes, sample
-from slipstream.codecs import Auto, Codec, Difference, Planes, parallel_map
+from slipstream.checkpoint.predict import Moments, Recipe, apply, find_moments, prediction, recipes, sample
+from slipstream.codecs import Auto, Codec, Difference, Planes
 from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError
-from slipstream.store import Container, ContainerWriter, write_container
+from slipstream.store import Container, ContainerWriter, Reference, write_container
 from slipstream.tensors import View, array_of, carrier, check_storable, plan, settled, storage_of, view_storage
 from slipstream.tree import TAG, Leaf, decode, encode
 from slipstream.tree import Path as TreePath
 
 KIND = "checkpoint"
 _INLINE_BYTES = 128
-_SHARED_READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -228,10 +227,11 @@ def _add_changes(
             same.append(name)
         else:
             codec, recipe = _best(name, content, old, codecs[name], candidates.get(name, []))
+            reference: Reference | None = before if codec.needs_reference else None
             if recipe is not None:
                 predicted[name] = recipe
-                before = apply(recipe, _inputs(recipe, old.arrays, content.arrays))
-            writer.add(name, array, codec, before if codec.needs_reference else None)
+                reference = prediction(recipe, _inputs(recipe, old.arrays, content.arrays))
+            writer.add(name, array, codec, reference)
     return same, predicted
 
 
@@ -253,8 +253,8 @@ def _best(
     for recipe in candidates:
         arrays = _inputs(recipe, old.arrays, content.arrays)
         if all((item.dtype, item.shape) == (np.dtype(np.float32), array.shape) for item in arrays):
-            prediction = apply(recipe, [sample(item) for item in arrays])
-            options.append((len(codec.encode(part, prediction)), codec, recipe))
+            guess = apply(recipe, [sample(item) for item in arrays])
+            options.append((len(codec.encode(part, guess)), codec, recipe))
     _, chosen, recipe_or_none = min(options, key=lambda option: option[0])
     return chosen, recipe_or_none
 
@@ -282,7 +282,7 @@ class NativeFile:
             raise CorruptFileError(f"{path}: is a container of kind {self.container.kind!r}, expected a checkpoint")
         self.structure = values["state"]
         self.parent = values.get("parent") or {}
-        if not isinstance(self.parent, dict) or not isinstance(self.parent.get("predicted", {}), dict):
+        if not _is_parent(self.parent):
             self.container.close()
             raise CorruptFileError(f"{path}: says of its parent what no writer writes")
 
@@ -308,33 +308,69 @@ class NativeFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def read(self, name: str, threads: int | None = None, needed_by: frozenset[str] = frozenset()) -> NDArray[Any]:
-        """Read the memory of one entry, from this file or from a parent, or what it is predicted from."""
-        if name in needed_by:
-            raise CorruptFileError(f"{self.container.path}: entry {name!r} is predicted from itself")
-        entry = self.container.entries.get(name)
-        if entry is None:
-            if name not in self.parent.get("same", ()):
-                return self.container.read(name)  # raises, and names what there is
-            return self.open_parent().read(name, threads)
+    def read_many(self, names: Collection[str], threads: int | None = None) -> dict[str, NDArray[Any]]:
+        """Read the memory of entries, from this file, and from its parents what they are stored against.
+
+        Every array of every file is read at most once. Besides what is returned, memory holds what the parent gave.
+        """
+        needs = self._needs(names)
+        old: set[str] = set()
+        for name, recipe in needs.items():
+            if recipe is not None:
+                old.update(recipe.old)
+            elif name not in self.container.entries or self.container.entries[name].codec.needs_reference:
+                old.add(name)
+        before = self.open_parent().read_many(old, threads) if old else {}
+        memory = {name: before[name] for name in needs if name not in self.container.entries}
+        left = [name for name in needs if name in self.container.entries]
+        while left:
+            ready = [name for name in left if (recipe := needs[name]) is None or memory.keys() >= set(recipe.new)]
+            if not ready:
+                raise CorruptFileError(f"{self.container.path}: entry {left[0]!r} is predicted from itself")
+            references = {name: self._reference(name, needs[name], before, memory) for name in ready}
+            known = {name: reference for name, reference in references.items() if reference is not None}
+            memory.update(self.container.read_many(ready, known, threads))
+            left = [name for name in left if name not in memory]
+        return {name: memory[name] for name in names}
+
+    def _needs(self, names: Collection[str]) -> dict[str, Recipe | None]:
+        """Return the entries to read for these, which include what some are predicted from, with their recipes."""
+        same = set(self.parent.get("same", ()))
+        predicted = self.parent.get("predicted", {})
+        needs: dict[str, Recipe | None] = {}
+        left = list(names)
+        while left:
+            name = left.pop()
+            if name in needs:
+                continue
+            entry = self.container.entries.get(name)
+            if entry is None and name not in same:
+                self.container.read(name)  # raises, and names what there is
+            recipe = None
+            if entry is not None and entry.codec.needs_reference and name in predicted:
+                try:
+                    recipe = Recipe.from_json(predicted[name])
+                except ValueError as error:
+                    raise CorruptFileError(f"{self.container.path}: entry {name!r}: {error}") from error
+                left += recipe.new
+            needs[name] = recipe
+        return needs
+
+    def _reference(
+        self,
+        name: str,
+        recipe: Recipe | None,
+        before: Mapping[str, NDArray[Any]],
+        memory: Mapping[str, NDArray[Any]],
+    ) -> Reference | None:
+        """Return what an entry is stored against: an array of the parent, or a prediction."""
+        entry = self.container.entries[name]
         if not entry.codec.needs_reference:
-            return self.container.read(name, threads=threads)
-        node = self.parent.get("predicted", {}).get(name)
-        if node is None:
-            reference = self.open_parent().read(name, threads)
-        else:
-            try:
-                recipe = Recipe.from_json(node)
-            except ValueError as error:
-                raise CorruptFileError(f"{self.container.path}: entry {name!r}: {error}") from error
-            arrays = [self.open_parent().read(other, threads) for other in recipe.old]
-            arrays += [self.read(other, threads, needed_by | {name}) for other in recipe.new]
-            if any((array.dtype, array.shape) != (entry.dtype, entry.shape) for array in arrays):
-                raise CorruptFileError(
-                    f"{self.container.path}: entry {name!r} is predicted from arrays of other shapes"
-                )
-            reference = apply(recipe, arrays)
-        return self.container.read(name, reference=reference, threads=threads)
+            return None
+        arrays = [before[name]] if recipe is None else _inputs(recipe, before, memory)
+        if any((array.dtype, array.shape) != (entry.dtype, entry.shape) for array in arrays):
+            raise CorruptFileError(f"{self.container.path}: entry {name!r} is stored against arrays of other shapes")
+        return arrays[0] if recipe is None else prediction(recipe, arrays)
 
     def load(self, keys: Collection[str] | None = None) -> Any:
         """Read the state, or the part of it whose paths match `keys`; only the tensors in it are read."""
@@ -349,7 +385,7 @@ class NativeFile:
 
         def read() -> Any:
             _visit(structure, lambda node: names.add(node["entry"]) if isinstance(node.get("entry"), str) else None)
-            return decode(structure, self._leaf_reader(self._read_all(sorted(names))))
+            return decode(structure, self._leaf_reader(self.read_many(sorted(names))))
 
         return self.guarded(read)
 
@@ -363,16 +399,6 @@ class NativeFile:
             raise type(error)(f"{self.container.path}: {error}") from error
         except RecursionError:
             raise CorruptFileError(f"{self.container.path}: its state is nested too deeply") from None
-
-    def _read_all(self, names: list[str]) -> dict[str, NDArray[Any]]:
-        sizes = {name: entry.nbytes for name, entry in self.container.entries.items()}
-        small = [name for name in names if sizes.get(name, 0) <= _SHARED_READ_BYTES]
-        memory = {name: self.read(name) for name in names if name not in set(small)}
-        ancestor = self
-        while ancestor.parent:  # before there are threads that would each open it
-            ancestor = ancestor.open_parent()
-        memory.update(zip(small, parallel_map(lambda name: self.read(name, threads=1), small), strict=True))
-        return memory
 
     def open_parent(self) -> NativeFile:
         """Return the checkpoint that this one is stored against."""
@@ -412,6 +438,14 @@ class NativeFile:
             return _tensor(node, storage)
 
         return read
+
+
+def _is_parent(node: Any) -> bool:
+    """Tell whether this is what `write_native` says of a parent, as far as its types go."""
+    if not isinstance(node, dict) or not isinstance(node.get("predicted", {}), dict):
+        return False
+    same = node.get("same", [])
+    return isinstance(same, list) and all(isinstance(name, str) for name in same)
 
 
 def _tensor(node: Mapping[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:

@@ -73,6 +73,12 @@ def apply(recipe: Recipe, arrays: list[NDArray[Any]]) -> Array:
     return prediction
 
 
+def prediction(recipe: Recipe, arrays: list[NDArray[Any]]) -> Callable[[int, int], Array]:
+    """Return a function that makes elements `start` to `stop` of a prediction, in C order."""
+    flat = [array.reshape(-1) for array in arrays]
+    return lambda start, stop: apply(recipe, [array[start:stop] for array in flat])
+
+
 def _scale(old: Array, factor: np.float32) -> Array:
     return old * factor
 

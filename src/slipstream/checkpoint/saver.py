@@ -18,6 +18,7 @@ import torch
 from slipstream.checkpoint.native import write_native
 from slipstream.checkpoint.portable import write_portable
 from slipstream.checkpoint.snapshot import BufferPool, Guard, Snapshot, take_snapshot
+from slipstream.codecs import background_threads
 from slipstream.codecs.lz4 import MAX_LEVEL
 from slipstream.errors import DiskFullError
 from slipstream.store import Handle, Worker
@@ -59,6 +60,7 @@ class AsyncCheckpointSaver:
         compression_level: LZ4 level for ``compress=True``, 0 to 12.
         verbose: Whether to log a line per save at level INFO (else DEBUG).
         policy: When the queue is full: ``block`` until there is room, ``skip_oldest``, or ``raise``.
+        warm: For how many snapshots `guard` gets memory ready; as many as are in use at once, as a rule.
 
     Example:
         >>> import torch
@@ -78,6 +80,7 @@ class AsyncCheckpointSaver:
         verbose: bool = False,
         *,
         policy: Policy = "block",
+        warm: int = 1,
     ) -> None:
         if not 0 <= compression_level <= MAX_LEVEL:
             raise ValueError(f"compression_level is {compression_level}, expected 0 to {MAX_LEVEL}")
@@ -86,6 +89,7 @@ class AsyncCheckpointSaver:
         self._log_level = logging.INFO if verbose else logging.DEBUG
         self._guard = Guard()
         self._pool = BufferPool(2 * (max_queue_size + 1))
+        self._warm = warm
         self._lock = threading.Lock()
         self._save_count = self._failed_count = 0
         self._raw_bytes = self._stored_bytes = 0
@@ -100,8 +104,12 @@ class AsyncCheckpointSaver:
 
         Args:
             *targets: Optimizers (their parameters and state are covered) and modules (parameters and buffers).
+
+        The memory for the first snapshot is got ready in the background, so that the first save stalls no more than
+        the others.
         """
         self._guard.add(*targets)
+        self._pool.warm(self._guard.expected_bytes(), self._warm)
 
     @contextlib.contextmanager
     def mutating(self) -> Iterator[None]:
@@ -148,9 +156,11 @@ class AsyncCheckpointSaver:
         def write(snapshot: Snapshot) -> tuple[Path, int, int]:
             try:
                 if format == "native":
-                    written = write_native(target, snapshot.state(), metadata)
+                    written = write_native(target, snapshot.state(), metadata, threads=background_threads())
                     return target, written.raw_bytes, written.stored_bytes
-                return write_portable(target, snapshot.state(), compress=compress, level=self._level)
+                return write_portable(
+                    target, snapshot.state(), compress=compress, level=self._level, threads=background_threads()
+                )
             finally:
                 snapshot.release()
 

@@ -20,6 +20,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,24 +42,68 @@ class BufferPool:
     def __init__(self, max_free: int) -> None:
         self._max_free = max_free
         self._free: list[NDArray[np.uint8]] = []
-        self._lock = threading.RLock()
+        self._coming: list[int] = []
+        self._pid = os.getpid()
+        self._changed = threading.Condition(threading.RLock())
+
+    def warm(self, nbytes: int, count: int) -> None:
+        """Have `count` free buffers for `nbytes`, whose pages the machine has really given; returns at once.
+
+        The first write to fresh memory costs several times what a copy does. Here a thread of its own pays for it.
+        """
+        with self._changed:
+            self._free = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+            self._coming += [nbytes] * (count - len(self._free))
+        threading.Thread(target=self._fetch, name="slipstream-warm", daemon=True).start()
+
+    def _fetch(self) -> None:
+        """Make the buffers that are to come; of those that were asked for one after another, the largest only."""
+        while True:
+            with self._changed:
+                largest = max(self._coming, default=0)
+                self._coming = [nbytes for nbytes in self._coming if nbytes == largest]
+                if not self._coming:
+                    return
+            buffer: NDArray[np.uint8] | None = None
+            with contextlib.suppress(MemoryError, RuntimeError):  # whoever needs it will hear of it
+                buffer = _new_buffer(largest)
+                for start in range(0, largest, _PIECE_BYTES):
+                    buffer[start : start + _PIECE_BYTES] = 0
+            with self._changed:
+                if largest in self._coming:
+                    self._coming.remove(largest)
+                    self._free += [buffer] if buffer is not None else []
+                self._changed.notify_all()
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return at least `nbytes` of memory, uninitialised: the smallest free one that fits, or a new one."""
-        with self._lock:
-            fitting = [buffer for buffer in self._free if nbytes <= buffer.nbytes <= 2 * nbytes + (1 << 20)]
-            if fitting:
-                best = min(fitting, key=lambda buffer: buffer.nbytes)
-                self._free = [buffer for buffer in self._free if buffer is not best]
-                return best
-        if torch.cuda.is_available():
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-        return np.empty(nbytes, np.uint8)
+        """Return at least `nbytes` of memory, uninitialised: the smallest free one that fits, or a new one.
+
+        Waits for a fitting one that is being made ready: making another would take as long.
+        """
+        most = 4 * nbytes + (1 << 20)
+        with self._changed:
+            while True:
+                fitting = [buffer for buffer in self._free if nbytes <= buffer.nbytes <= most]
+                if fitting:
+                    best = min(fitting, key=lambda buffer: buffer.nbytes)
+                    self._free = [buffer for buffer in self._free if buffer is not best]
+                    return best
+                coming = self._coming if os.getpid() == self._pid else []  # a fork leaves the thread behind
+                if not any(nbytes <= size <= most for size in coming):
+                    break
+                self._changed.wait()
+        return _new_buffer(nbytes)
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
         """Keep a buffer for the next snapshot; the smallest go when there are more than needed."""
-        with self._lock:
+        with self._changed:
             self._free = sorted([*self._free, buffer], key=lambda kept: kept.nbytes)[-self._max_free :]
+
+
+def _new_buffer(nbytes: int) -> NDArray[np.uint8]:
+    if torch.cuda.is_available():
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return np.empty(nbytes, np.uint8)
 
 
 @dataclass(eq=False)
@@ -268,16 +313,29 @@ class Guard:
 
     def storages(self) -> set[int]:
         """Return the addresses of all guarded storages, as they are now: optimizers make their state as they go."""
-        found: set[int] = set()
+        return {tensor.untyped_storage().data_ptr() for tensor in self._tensors()} - {0}
+
+    def expected_bytes(self) -> int:
+        """Return how large a snapshot of all that is guarded will be, optimizer state yet to be made included."""
+        sizes = {tensor.untyped_storage().data_ptr(): tensor.nbytes + _ALIGNMENT for tensor in self._tensors()}
+        unmade = [
+            2 * (int(parameter.nbytes) + _ALIGNMENT)  # the moments of Adam and its kind
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if "betas" in group and parameter not in optimizer.state
+        ]
+        return sum(sizes.values()) + sum(unmade)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                found.update(parameter.untyped_storage().data_ptr() for parameter in group["params"])
+                yield from group["params"]
             for state in optimizer.state.values():
-                found.update(v.untyped_storage().data_ptr() for v in state.values() if isinstance(v, torch.Tensor))
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
         for module in self._modules:
-            for tensors in (module.parameters(), module.buffers()):
-                found.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
-        return found - {0}
+            yield from module.parameters()
+            yield from module.buffers()
 
     def watch(self, snapshot: Snapshot) -> None:
         """Make barriers wait for this snapshot too."""

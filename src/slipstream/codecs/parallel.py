@@ -23,6 +23,14 @@ def default_threads() -> int:
     return min(8, cores)
 
 
+def background_threads() -> int:
+    """Return how many threads may pack beside training: a quarter of the cores, one at least.
+
+    More would not be done sooner where training keeps the cores busy, and slow it down by more than they work.
+    """
+    return max(1, default_threads() // 4)
+
+
 def parallel_map(function: Callable[[T], R], items: Sequence[T], threads: int | None = None) -> Iterator[R]:
     """Yield ``function(item)`` for every item, in order, computed on up to `threads` threads.
 

@@ -90,6 +90,9 @@ def scratch(slot: str, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def rotate_left(words: Words, out: Words) -> None:
     """Move the sign bit to the bottom, so that a float's exponent fills the top byte."""
+    if words.size and int(words.max()) >> (words.dtype.itemsize * 8 - 1) == 0:  # no sign: one pass instead of three
+        np.left_shift(words, 1, out=out)
+        return
     carry = scratch("carry", words.size, words.dtype)
     np.right_shift(words, words.dtype.itemsize * 8 - 1, out=carry)
     np.left_shift(words, 1, out=out)

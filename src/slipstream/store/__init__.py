@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.store.atomic import atomic_write, sweep
-from slipstream.store.container import Container, ContainerWriter, write_container
+from slipstream.store.container import Container, ContainerWriter, Reference, write_container
 from slipstream.store.index import Chunk, Entry
 from slipstream.store.worker import Handle, Worker
 
@@ -13,6 +13,7 @@ __all__ = [
     "ContainerWriter",
     "Entry",
     "Handle",
+    "Reference",
     "Worker",
     "atomic_write",
     "sweep",

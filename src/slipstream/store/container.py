@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import json
 import math
 import os
 import stat
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -40,6 +41,11 @@ _HEADER = struct.Struct("<8sII")
 _FOOTER = struct.Struct("<QQQQ8s")
 _BYTES = np.dtype(np.uint8)
 
+Reference = NDArray[Any] | Callable[[int, int], NDArray[Any]]
+"""What a difference is taken to: an array, or a function that makes elements `start` to `stop` of it, in C order."""
+
+_PartOf = Callable[[int, int, tuple[int, ...]], NDArray[Any] | None]
+
 
 class ContainerWriter:
     """Adds arrays and values to a container that is being written; made by `write_container`."""
@@ -57,7 +63,7 @@ class ContainerWriter:
         self._position = len(self._header)
 
     def add(
-        self, name: str, array: NDArray[Any], codec: Codec | None = None, reference: NDArray[Any] | None = None
+        self, name: str, array: NDArray[Any], codec: Codec | None = None, reference: Reference | None = None
     ) -> Entry:
         """Encode `array` and write it under `name`; blocks until its bytes are handed to the operating system.
 
@@ -67,7 +73,8 @@ class ContainerWriter:
             name: Unique in the file.
             array: Bools, integers, floats or complex numbers of any shape.
             codec: How to pack it; by default what packs a sample of it best.
-            reference: For `Difference`: the array to subtract, which reading will need again.
+            reference: For `Difference`: the array to subtract, which reading will need again; or a function that makes
+                a part of it, called from several threads, so that no more than a few parts are ever in memory.
 
         Raises:
             ValueError: If the name is taken.
@@ -81,19 +88,17 @@ class ContainerWriter:
         word_dtype(array.dtype)
         if array.ndim > MAX_AXES:
             raise ValueError(f"entry {name!r} has {array.ndim} axes, at most {MAX_AXES} can be stored")
-        if reference is not None:
-            reference = check_reference(reference, array.dtype, array.shape)
+        other_part = _parts_of(reference, array.dtype, array.shape)
         if codec is None or isinstance(codec, Auto):
-            codec = (codec or Auto()).choose(array, reference)
+            codec = (codec or Auto()).choose(array, None if callable(reference) else reference)
         array = np.ascontiguousarray(array).reshape(array.shape)
         grid = Grid(array.shape, part_shape(array.shape, array.dtype.itemsize, self._chunk_bytes))
-        flat, flat_reference = array.reshape(-1), None if reference is None else reference.reshape(-1)
+        flat = array.reshape(-1)
 
         def encode(number: int) -> tuple[bytes, int]:
             start, shape = grid.part(number)
-            part = slice(start, start + math.prod(shape))
-            other = None if flat_reference is None else flat_reference[part].reshape(shape)
-            payload = codec.encode(flat[part].reshape(shape), other)
+            stop = start + math.prod(shape)
+            payload = codec.encode(flat[start:stop].reshape(shape), other_part(start, stop, shape))
             return payload, xxhash.xxh3_64_intdigest(payload)
 
         chunks, position = [], self._position
@@ -137,6 +142,17 @@ class ContainerWriter:
         Index.parse(text, _HEADER.size, self._position)  # whatever we write, we can read
         self._file.write(text)
         self._file.write(_footer(self._header, self._position, text))
+
+
+def _parts_of(reference: Reference | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> _PartOf:
+    """Return a function that gives the part of a reference that belongs to a chunk."""
+    if reference is None:
+        return lambda *_: None
+    if callable(reference):
+        make = reference
+        return lambda start, stop, part: make(start, stop).reshape(part)
+    flat = check_reference(reference, dtype, shape).reshape(-1)
+    return lambda start, stop, part: flat[start:stop].reshape(part)
 
 
 def _footer(header: bytes, index_offset: int, index: bytes) -> bytes:
@@ -249,7 +265,7 @@ class Container:
         name: str,
         rows: slice | None = None,
         *,
-        reference: NDArray[Any] | None = None,
+        reference: Reference | None = None,
         out: NDArray[Any] | None = None,
         threads: int | None = None,
     ) -> NDArray[Any]:
@@ -258,7 +274,8 @@ class Container:
         Args:
             name: The entry.
             rows: A slice of the first axis, with step 1; all by default.
-            reference: The array that was given to the writer, of the whole entry's shape, for `Difference`.
+            reference: What was given to the writer, for `Difference`: an array of the whole entry's shape, or a
+                function that makes a part of it.
             out: Contiguous memory of the right dtype and shape to read into; allocated if absent.
             threads: How many threads decode; by default one per core.
 
@@ -277,29 +294,56 @@ class Container:
             row = math.prod(shape[1:])
             first, last = start * row, max(start, stop) * row
             shape = (max(0, stop - start), *shape[1:])
-        if reference is not None:
+        if isinstance(reference, np.ndarray):
             reference = check_reference(reference, entry.dtype, entry.shape)
             if out is not None and np.may_share_memory(out, reference) and out.ctypes.data != reference.ctypes.data:
                 reference = reference.copy()
         out = self._allocate(entry, shape, out)
-        flat, flat_reference = out.reshape(-1), None if reference is None else reference.reshape(-1)
+        flat, other_part = out.reshape(-1), _parts_of(reference, entry.dtype, entry.shape)
 
         numbers = range(entry.grid.number_of(first), entry.grid.number_of(last - 1) + 1) if first < last else range(0)
-
-        def decode(number: int) -> None:
-            start, part = entry.grid.part(number)
-            stop = start + math.prod(part)
-            other = None if flat_reference is None else flat_reference[start:stop].reshape(part)
-            if first <= start and stop <= last:
-                self._decode(entry, number, part, other, flat[start - first : stop - first].reshape(part))
-            else:
-                whole = self._decode(entry, number, part, other, None).reshape(-1)
-                begin, end = max(first, start), min(last, stop)
-                flat[begin - first : end - first] = whole[begin - start : end - start]
-
-        for _ in parallel_map(decode, numbers, threads):
+        for _ in parallel_map(lambda number: self._fill(entry, number, flat, first, other_part), numbers, threads):
             pass
         return out
+
+    def read_many(
+        self, names: Iterable[str], references: Mapping[str, Reference] | None = None, threads: int | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """Read several whole arrays at once: all their chunks share the threads, however small or large each is.
+
+        Args:
+            names: The entries.
+            references: What was given to the writer, for those stored as a difference.
+            threads: How many threads decode; by default one per core.
+
+        Raises:
+            MissingEntryError: If there is no such entry.
+            CorruptFileError: If a chunk does not match its checksum or cannot be decoded.
+            CodecError: If a reference is needed and absent, or does not fit.
+        """
+        arrays: dict[str, NDArray[Any]] = {}
+        work: list[Callable[[], object]] = []
+        for name in names:
+            entry = self._entry(name)
+            arrays[name] = self._allocate(entry, entry.shape, None)
+            flat = arrays[name].reshape(-1)
+            other_part = _parts_of((references or {}).get(name), entry.dtype, entry.shape)
+            work += [functools.partial(self._fill, entry, i, flat, 0, other_part) for i in range(entry.grid.count())]
+        for _ in parallel_map(lambda fill: fill(), work, threads):
+            pass
+        return arrays
+
+    def _fill(self, entry: Entry, number: int, out: NDArray[Any], first: int, other_part: _PartOf) -> None:
+        """Decode what a chunk has of the elements that `out` is for, which begin with number `first`."""
+        start, part = entry.grid.part(number)
+        stop, last = start + math.prod(part), first + out.size
+        other = other_part(start, stop, part)
+        if first <= start and stop <= last:
+            self._decode(entry, number, part, other, out[start - first : stop - first].reshape(part))
+        else:
+            whole = self._decode(entry, number, part, other, None).reshape(-1)
+            begin, end = max(first, start), min(last, stop)
+            out[begin - first : end - first] = whole[begin - start : end - start]
 
     def find_damage(self, threads: int | None = None) -> Iterator[CorruptFileError | None]:
         """Read, check and decode every chunk; yields the damage of each, or None where it is sound.
