@@ -53,25 +53,23 @@ class BufferPool:
         """
         with self._changed:
             self._free = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
-            self._coming += [nbytes] * (count - len(self._free))
+            self._coming = [nbytes] * (count - len(self._free))  # in place of smaller ones still to come
         threading.Thread(target=self._fetch, name="slipstream-warm", daemon=True).start()
 
     def _fetch(self) -> None:
-        """Make the buffers that are to come; of those that were asked for one after another, the largest only."""
         while True:
             with self._changed:
-                largest = max(self._coming, default=0)
-                self._coming = [nbytes for nbytes in self._coming if nbytes == largest]
                 if not self._coming:
                     return
+                nbytes = self._coming[0]
             buffer: NDArray[np.uint8] | None = None
             with contextlib.suppress(MemoryError, RuntimeError):  # whoever needs it will hear of it
-                buffer = _new_buffer(largest)
-                for start in range(0, largest, _PIECE_BYTES):
+                buffer = _new_buffer(nbytes)
+                for start in range(0, nbytes, _PIECE_BYTES):
                     buffer[start : start + _PIECE_BYTES] = 0
             with self._changed:
-                if largest in self._coming:
-                    self._coming.remove(largest)
+                if nbytes in self._coming:
+                    self._coming.remove(nbytes)
                     self._free += [buffer] if buffer is not None else []
                 self._changed.notify_all()
 
