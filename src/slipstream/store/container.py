@@ -50,7 +50,8 @@ _PartOf = Callable[[int, int, tuple[int, ...]], NDArray[Any] | None]
 class ContainerWriter:
     """Adds arrays and values to a container that is being written; made by `write_container`."""
 
-    def __init__(self, file: BinaryIO, kind: str, chunk_bytes: int, threads: int | None) -> None:
+    def __init__(self, file: BinaryIO, kind: str, chunk_bytes: int, threads: int | None, verify: bool) -> None:
+        self._verify = verify
         self._file = file
         self._kind = kind
         self._chunk_bytes = chunk_bytes
@@ -98,7 +99,10 @@ class ContainerWriter:
         def encode(number: int) -> tuple[bytes, int]:
             start, shape = grid.part(number)
             stop = start + math.prod(shape)
-            payload = codec.encode(flat[start:stop].reshape(shape), other_part(start, stop, shape))
+            part, other = flat[start:stop].reshape(shape), other_part(start, stop, shape)
+            payload = codec.encode(part, other)
+            if self._verify:
+                _check_same(name, codec, part, codec.decode(payload, part.dtype, shape, other))
             return payload, xxhash.xxh3_64_intdigest(payload)
 
         chunks, position = [], self._position
@@ -144,6 +148,11 @@ class ContainerWriter:
         self._file.write(_footer(self._header, self._position, text))
 
 
+def _check_same(name: str, codec: Codec, array: NDArray[Any], decoded: NDArray[Any]) -> None:
+    if array.tobytes() != decoded.tobytes():
+        raise CodecError(f"entry {name!r} does not come back from codec {codec.name!r} as it was; nothing was written")
+
+
 def _parts_of(reference: Reference | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> _PartOf:
     """Return a function that gives the part of a reference that belongs to a chunk."""
     if reference is None:
@@ -167,6 +176,7 @@ def write_container(
     kind: str = "container",
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     threads: int | None = None,
+    verify: bool = False,
 ) -> Iterator[ContainerWriter]:
     """Write a container: it appears at `path`, complete and durable, when the block ends without an error.
 
@@ -177,6 +187,7 @@ def write_container(
         kind: What the file is, for people and tools, such as ``checkpoint``.
         chunk_bytes: How much of an array one chunk holds before encoding: the least that can be read alone.
         threads: How many threads encode; by default one per core.
+        verify: Whether to decode every chunk again and compare it before it is written.
 
     Raises:
         WriteError: If the file cannot be written, `DiskFullError` among them.
@@ -195,7 +206,7 @@ def write_container(
     if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes is {chunk_bytes}, expected 1 to {MAX_CHUNK_BYTES}")
     with atomic_write(path) as file:
-        writer = ContainerWriter(file, kind, chunk_bytes, threads)
+        writer = ContainerWriter(file, kind, chunk_bytes, threads, verify)
         yield writer
         writer.finish()
 

@@ -1,0 +1,469 @@
+"""`CompressedTensorDict`: a rollout that stays packed in memory and is decoded where a minibatch touches it.
+
+Each array is packed in groups of environments. Reading some steps decodes the groups they are in, keeps the last few of
+them in a bounded cache, and gathers the steps from there. Values are those of the batch it was made from, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.codecs import Codec, parallel_map
+from slipstream.errors import CodecError, RolloutError
+from slipstream.rollout.files import codec_for, zstd_level
+from slipstream.rollout.layout import Field, Key, Layout, take_apart, tensor_of
+from slipstream.tensors import carrier
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+_GROUP_BYTES = 512 << 10
+_WORTHWHILE = 0.9
+_SMALL = 1 / 32
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """An array ``[environment, step, ...]`` in pieces of some environments each."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    group: int
+    codec: Codec
+    payloads: tuple[bytes, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.payloads))
+
+    def decode(self, number: int) -> NDArray[Any]:
+        rows = min(self.group, self.shape[0] - number * self.group)
+        return self.codec.decode(self.payloads[number], self.dtype, (rows, *self.shape[1:]))
+
+
+class _Cache:
+    """Decoded groups, the least recently used of which go when there are too many bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.hits = self.misses = 0
+        self._groups: OrderedDict[tuple[str, int], NDArray[Any]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, name: str, packed: _Packed, number: int) -> NDArray[Any]:
+        with self._lock:
+            found = self._groups.get((name, number))
+            if found is not None:
+                self._groups.move_to_end((name, number))
+                self.hits += 1
+                return found
+            self.misses += 1
+        array = packed.decode(number)
+        with self._lock:
+            if array.nbytes <= self.max_bytes and (name, number) not in self._groups:
+                self._groups[name, number] = array
+                self._bytes += array.nbytes
+                while self._bytes > self.max_bytes:
+                    self._bytes -= self._groups.popitem(last=False)[1].nbytes
+        return array
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes
+
+
+@dataclass
+class _Content:
+    """What the views of a compressed rollout share."""
+
+    layout: Layout
+    packed: dict[str, _Packed]
+    raw: dict[str, NDArray[Any]]
+    added: dict[Key, torch.Tensor]
+    cache: _Cache
+    group: int
+    exceptions: dict[str, NDArray[np.int32]]
+
+
+class CompressedTensorDict:
+    """A rollout packed in memory that reads like a TensorDict.
+
+    ``td[key]``, ``td[index]``, ``reshape(-1)``, ``keys(True, True)``, ``select``, ``to(device)`` and ``set`` work as
+    on a TensorDict; what they return are ordinary tensors and TensorDicts, in memory of their own. What was set after
+    packing (advantages, returns) is kept as it is. Anything else that a TensorDict can do: `to_tensordict`.
+
+    Args:
+        tensordict: A TensorDict of shape ``[environment, time, ...]``; it is copied, and may be reused.
+        compress_keys: Nested keys, or first parts of some, to pack; by default those that are worth it: a thirty-second
+            of the batch or more, and smaller by a tenth at least. Others are kept as they are.
+        compression_level: 0 to 12; up to 9 is fast.
+        cache_bytes: How much decoded data to keep for the next minibatch; by default a sixteenth of the batch.
+        group_envs: How many environments to pack together: the least that is decoded at once.
+        codecs: What to pack arrays with, as another one's `codecs` tells: saves the time of finding out.
+        verify: Whether to decode everything once and compare: a fault of a codec is an error then, not wrong data.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict({"observation": torch.zeros(64, 32, 30)}, batch_size=[64, 32])
+        >>> packed = CompressedTensorDict(batch)
+        >>> packed.reshape(-1)[torch.tensor([5, 2000])]["observation"].shape, packed.nbytes < 4000
+        (torch.Size([2, 30]), True)
+    """
+
+    def __init__(
+        self,
+        tensordict: TensorDictBase,
+        compress_keys: Sequence[str | Key] | None = None,
+        *,
+        compression_level: int = 1,
+        cache_bytes: int | None = None,
+        group_envs: int | None = None,
+        codecs: dict[str, Codec] | None = None,
+        verify: bool = True,
+    ) -> None:
+        level = zstd_level(compression_level)
+        rollout = take_apart(tensordict)
+        layout = rollout.layout
+        if layout.time_dim != len(layout.batch_size) - 1:
+            raise RolloutError(
+                f"the batch has the shape {list(layout.batch_size)}: time has to be its last axis; "
+                f"set its batch_size to {list(layout.batch_size[: layout.time_dim + 1])}"
+            )
+        largest = max((array[:1].nbytes for array in rollout.arrays.values()), default=1)
+        group = group_envs or max(1, min(layout.num_envs, _GROUP_BYTES // max(1, largest)))
+        if group < 1:
+            raise ValueError(f"group_envs is {group_envs}, expected at least 1")
+        chosen = _chosen(layout, compress_keys)
+        packed: dict[str, _Packed] = {}
+        raw: dict[str, NDArray[Any]] = {}
+        for name, array in rollout.arrays.items():
+            small = compress_keys is None and array.nbytes < _SMALL * layout.raw_bytes
+            if name not in chosen or small:
+                raw[name] = array
+                continue
+            codec = (codecs or {}).get(name) or codec_for(rollout, name, level)
+            candidate = _pack(array, codec, group, verify)
+            if compress_keys is None and candidate.nbytes > _WORTHWHILE * array.nbytes:
+                raw[name] = array
+            else:
+                packed[name] = candidate
+        size = layout.raw_bytes // 16 if cache_bytes is None else cache_bytes
+        masks = {field.mask for field in layout.fields if field.mask is not None}
+        exceptions = {name: _row_numbers(raw.pop(name)) for name in masks}
+        self._content = _Content(layout, packed, raw, {}, _Cache(size), group, exceptions)
+        self._batch_size = torch.Size(layout.batch_size)
+        self._fields: dict[Key, Field | None] = {item.key: item for item in layout.fields}
+        self._device: torch.device | None = None
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """Its shape."""
+        return self._batch_size
+
+    shape = batch_size
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where what is read goes; None for the CPU, without a device set."""
+        return self._device
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self._batch_size)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes, packed and raw, without the cache."""
+        content = self._content
+        added = sum(tensor.nbytes for tensor in content.added.values())
+        raw = sum(array.nbytes for array in content.raw.values())
+        return sum(packed.nbytes for packed in content.packed.values()) + raw + added
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        """What its arrays are packed with, for the next one."""
+        return {name: packed.codec for name, packed in self._content.packed.items()}
+
+    def get_stats(self) -> dict[str, float]:
+        """Return ``raw_bytes, packed_bytes, cache_bytes, compression_ratio, cache_hits, cache_misses``."""
+        content = self._content
+        return {
+            "raw_bytes": content.layout.raw_bytes,
+            "packed_bytes": self.nbytes,
+            "cache_bytes": content.cache.nbytes,
+            "compression_ratio": content.layout.raw_bytes / max(1, self.nbytes),
+            "cache_hits": content.cache.hits,
+            "cache_misses": content.cache.misses,
+        }
+
+    def numel(self) -> int:
+        """Return how many steps there are."""
+        return math.prod(self._batch_size)
+
+    def __len__(self) -> int:
+        """Return the size of the first axis."""
+        return self._batch_size[0] if self._batch_size else 0
+
+    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> list[Any]:
+        """Return its keys, as a TensorDict does; nested ones as tuples."""
+        found: dict[Any, None] = {}
+        for key in self._fields:
+            for depth in range(1, len(key) + 1) if include_nested else (1,):
+                if leaves_only and depth < len(key):
+                    continue
+                found[key[0] if depth == 1 else key[:depth]] = None
+        return list(found)
+
+    def items(self, include_nested: bool = False, leaves_only: bool = False) -> Iterator[tuple[Any, Any]]:
+        """Yield keys and what they hold, decoded one after the other."""
+        for key in self.keys(include_nested, leaves_only):
+            yield key, self[key]
+
+    def get(self, key: str | Key, default: Any = KeyError) -> Any:
+        """Return a tensor, or a TensorDict of those under a key, decoded."""
+        path = _path(key)
+        below = [name for name in self._fields if name[: len(path)] == path]
+        if not below:
+            if default is not KeyError:
+                return default
+            known = ", ".join("/".join(name) for name in list(self._fields)[:8])
+            raise KeyError(f"nothing under {'/'.join(path)!r}; there is {known}")
+        if below == [path]:
+            tensor = self._read([path], None)[path]
+            return self._out(tensor.reshape(*self._batch_size, *tensor.shape[1:]))
+        return self.select(path).to_tensordict().get(path)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return what is under a key, or the steps of an index as a TensorDict."""
+        if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(i, str) for i in index)):
+            return self.get(index)
+        if isinstance(index, torch.Tensor):
+            index = index.cpu()
+        numbers = torch.arange(self.numel()).reshape(self._batch_size)[index]
+        return self._steps(numbers)
+
+    def set(self, key: str | Key, value: torch.Tensor) -> Self:
+        """Keep a tensor under a key, as it is; in place of a packed one, if there is one."""
+        if value.shape[: self.ndim] != self._batch_size:
+            raise ValueError(f"{key} has shape {list(value.shape)}, expected it to begin with {list(self._batch_size)}")
+        path = _path(key)
+        self._content.added[path] = value.reshape(self.numel(), *value.shape[self.ndim :])
+        self._fields[path] = None
+        return self
+
+    def __setitem__(self, key: str | Key, value: torch.Tensor) -> None:
+        """Keep a tensor under a key; see `set`."""
+        self.set(key, value)
+
+    def select(self, *keys: str | Key) -> CompressedTensorDict:
+        """Return one with some of the keys only; it shares what is packed."""
+        paths = [_path(key) for key in keys]
+        return self._with({k: v for k, v in self._fields.items() if any(k[: len(path)] == path for path in paths)})
+
+    def exclude(self, *keys: str | Key) -> CompressedTensorDict:
+        """Return one without some of the keys; it shares what is packed."""
+        paths = [_path(key) for key in keys]
+        return self._with({k: v for k, v in self._fields.items() if all(k[: len(path)] != path for path in paths)})
+
+    def reshape(self, *shape: Any) -> CompressedTensorDict:
+        """Return one of another shape; it shares what is packed."""
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        other = self._with(self._fields)
+        other._batch_size = torch.empty(self._batch_size, device="meta").reshape(sizes).shape
+        return other
+
+    view = reshape
+
+    def to(self, device: str | torch.device) -> CompressedTensorDict:
+        """Return one whose steps are read to a device; what is packed stays in the memory of the host."""
+        other = self._with(self._fields)
+        other._device = torch.device(device)
+        return other
+
+    def to_tensordict(self) -> TensorDictBase:
+        """Decode everything."""
+        return self._steps(None)
+
+    def minibatches(
+        self, num_minibatches: int, *, window: int = 4, generator: torch.Generator | None = None
+    ) -> Iterator[TensorDictBase]:
+        """Yield every step once, shuffled, in minibatches whose decoding costs about one pass over the rollout.
+
+        Args:
+            num_minibatches: How many.
+            window: Of how many groups of environments the steps of a minibatch are mixed; see `grouped_indices`.
+            generator: Where the order comes from; torch's own by default.
+        """
+        layout, flat = self._content.layout, self.reshape(-1)
+        sizes = (layout.num_envs, layout.num_steps, num_minibatches, self._content.group)
+        for index in grouped_indices(*sizes, window, generator):
+            yield flat[index]
+
+    def _with(self, fields: dict[Key, Field | None]) -> CompressedTensorDict:
+        other = object.__new__(CompressedTensorDict)
+        other._content, other._fields = self._content, dict(fields)
+        other._batch_size, other._device = self._batch_size, self._device
+        return other
+
+    def _out(self, value: Any) -> Any:
+        return value if self._device is None else value.to(self._device)
+
+    def _steps(self, numbers: torch.Tensor | None) -> TensorDictBase:
+        """Return steps by their numbers, environment by environment; all of them if None."""
+        from tensordict import TensorDict  # noqa: PLC0415 - only for those who use it
+
+        shape = self._batch_size if numbers is None else numbers.shape
+        batch = TensorDict({}, batch_size=shape)
+        for path, tensor in self._read(list(self._fields), numbers).items():
+            batch.set(path, tensor.reshape(*shape, *tensor.shape[1:]))
+        return self._out(batch)
+
+    def _read(self, paths: list[Key], numbers: torch.Tensor | None) -> dict[Key, torch.Tensor]:
+        content = self._content
+        chosen = None if numbers is None else numbers.reshape(-1).numpy()
+        picks = _picks(chosen, content.layout.num_envs, content.layout.num_steps, content.group)
+        fields = [field for path in paths if (field := self._fields[path]) is not None]
+        names = dict.fromkeys(field.array for field in fields if field.array in content.packed)
+        needed = [(name, pick.group) for name in names for pick in picks]
+        decoded = parallel_map(lambda item: content.cache.get(item[0], content.packed[item[0]], item[1]), needed)
+        groups = dict(zip(needed, decoded, strict=True))
+        tensors: dict[Key, torch.Tensor] = {}
+        for path in paths:
+            field = self._fields[path]
+            if field is None:
+                added = content.added[path]
+                tensors[path] = added.clone() if numbers is None else added[numbers.reshape(-1)]
+            else:
+                tensors[path] = self._gather(field, picks, groups)
+        return tensors
+
+    def _gather(self, field: Field, picks: list[_Pick], groups: dict[tuple[str, int], NDArray[Any]]) -> torch.Tensor:
+        content = self._content
+        total = sum(len(pick.step) for pick in picks)
+        dtype = carrier(field.dtype)[0]
+        out = np.empty((total, *field.shape), dtype)
+        for pick in picks:
+            if field.array in content.packed:
+                values = groups[field.array, pick.group][pick.env, pick.step + field.lead]
+            else:
+                values = content.raw[field.array][pick.env + pick.group * content.group, pick.step + field.lead]
+            if field.mask is not None and field.rows is not None:
+                rows = content.exceptions[field.mask][pick.env + pick.group * content.group, pick.step]
+                values[rows >= 0] = content.raw[field.rows][rows[rows >= 0]]
+            out[pick.position] = values
+        return tensor_of(out, field.dtype, out.shape)
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """The steps of a minibatch that are in one group: where they are there, and where they go."""
+
+    group: int
+    env: NDArray[np.intp]
+    step: NDArray[np.intp]
+    position: NDArray[np.intp] | slice
+
+
+def _picks(numbers: NDArray[Any] | None, num_envs: int, num_steps: int, group: int) -> list[_Pick]:
+    """Sort the numbers of steps by the group of environments they are in."""
+    if numbers is None:
+        numbers = np.arange(num_envs * num_steps)
+    env, step = np.divmod(numbers, max(1, num_steps))
+    number, inside = np.divmod(env, group)
+    order = np.argsort(number, kind="stable")
+    ends = (np.flatnonzero(np.diff(number[order], append=-1)) + 1).tolist() if order.size else []
+    picks, start = [], 0
+    for end in ends:
+        position = order[start:end]
+        picks.append(_Pick(int(number[position[0]]), inside[position], step[position], position))
+        start = end
+    return picks
+
+
+def grouped_indices(
+    num_envs: int,
+    num_steps: int,
+    num_minibatches: int,
+    group_envs: int,
+    window: int = 4,
+    generator: torch.Generator | None = None,
+) -> Iterator[torch.Tensor]:
+    """Yield the numbers of all steps once, shuffled, in equal minibatches that each touch few groups of environments.
+
+    Groups come in random order; the steps of `window` groups at a time are mixed. A window as large as all groups is an
+    ordinary shuffle, a window of 1 decodes least and mixes least. Steps that do not fill a minibatch are left out, as
+    NavRL and most others do.
+
+    Args:
+        num_envs: How many environments there are.
+        num_steps: How many steps of each; step ``t`` of environment ``e`` has the number ``e * num_steps + t``.
+        num_minibatches: How many minibatches to make.
+        group_envs: How many environments are packed together.
+        window: How many groups are mixed at a time.
+        generator: Where the order comes from; torch's own by default.
+    """
+    size = num_envs * num_steps // num_minibatches if num_minibatches > 0 else 0
+    if size < 1 or window < 1 or group_envs < 1:
+        raise ValueError(
+            f"cannot make {num_minibatches} minibatches of {num_envs} x {num_steps} steps with groups of {group_envs} "
+            f"environments and a window of {window}"
+        )
+    order = torch.randperm(-(-num_envs // group_envs), generator=generator)
+    windows = []
+    for first in range(0, len(order), window):
+        some = order[first : first + window].tolist()
+        envs = torch.cat([torch.arange(g * group_envs, min(num_envs, (g + 1) * group_envs)) for g in some])
+        numbers = (envs[:, None] * num_steps + torch.arange(num_steps)).reshape(-1)
+        windows.append(numbers[torch.randperm(len(numbers), generator=generator)])
+    mixed = torch.cat(windows)
+    for start in range(0, size * num_minibatches, size):
+        yield mixed[start : start + size]
+
+
+def _chosen(layout: Layout, compress_keys: Sequence[str | Key] | None) -> set[str]:
+    """Return the arrays to pack: those of the keys that were asked for, with or without their ``next``."""
+    if compress_keys is None:
+        return {field.array for field in layout.fields}
+    chosen: set[str] = set()
+    for path in map(_path, compress_keys):
+        found = [f.array for f in layout.fields if path in (f.key[: len(path)], f.key[1 : len(path) + 1])]
+        if not found:
+            known = ", ".join("/".join(field.key) for field in layout.fields[:8])
+            raise KeyError(f"compress_keys has {'/'.join(path)!r}, which the batch has not; it has {known}")
+        chosen.update(found)
+    return chosen
+
+
+def _pack(array: NDArray[Any], codec: Codec, group: int, verify: bool) -> _Packed:
+    def encode(start: int) -> bytes:
+        part = array[start : start + group]
+        payload = codec.encode(part)
+        if verify and codec.decode(payload, part.dtype, part.shape).tobytes() != part.tobytes():
+            raise CodecError(f"codec {codec.name!r} does not give back what it was given")
+        return payload
+
+    starts = range(0, len(array), group)
+    return _Packed(array.dtype, array.shape, group, codec, tuple(parallel_map(encode, starts)))
+
+
+def _row_numbers(mask: NDArray[Any]) -> NDArray[np.int32]:
+    """Return the number of the exception at each step, or -1; the last step is never one."""
+    numbers = np.full((mask.shape[0], mask.shape[1] + 1), -1, np.int32)
+    numbers[:, :-1][mask] = np.arange(np.count_nonzero(mask), dtype=np.int32)
+    return numbers
+
+
+def _path(key: str | Key) -> Key:
+    return (key,) if isinstance(key, str) else tuple(key)

@@ -1,0 +1,169 @@
+"""A rollout in a file: a container whose arrays are the distinct content of a TensorDict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from numpy.typing import NDArray
+
+from slipstream.codecs import Auto, Codec
+from slipstream.errors import CorruptFileError, FormatVersionError, MissingEntryError
+from slipstream.rollout.layout import Key, Layout, Rollout, put_together, take_apart
+from slipstream.store import Container, write_container
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+KIND = "rollout"
+SUFFIX = ".slip"
+MAX_LEVEL = 12
+
+
+def zstd_level(compression_level: int) -> int:
+    """Return the effort for a compression level on the scale that LZ4 users know, 0 to 12.
+
+    Up to 9 everything is packed at the speed of a training loop: on rollouts, more effort gives hardly anything.
+    """
+    if isinstance(compression_level, bool) or not isinstance(compression_level, int):
+        raise TypeError(f"compression_level is {compression_level!r}, expected a whole number from 0 to {MAX_LEVEL}")
+    if not 0 <= compression_level <= MAX_LEVEL:
+        raise ValueError(f"compression_level is {compression_level}, expected 0 to {MAX_LEVEL}")
+    return 1 if compression_level <= 9 else 3 * (compression_level - 9) + 3
+
+
+def save_rollout_compressed(
+    data: TensorDictBase,
+    path: str | os.PathLike[str],
+    compression_level: int = 9,
+    *,
+    metadata: Any = None,
+    threads: int | None = None,
+) -> Path:
+    """Save a rollout to a file; blocks until it is complete and durable, and checked to be the same, bit for bit.
+
+    Args:
+        data: A TensorDict of shape ``[environment, time, ...]``.
+        path: The file to create or replace.
+        compression_level: 0 to 12; up to 9 is fast.
+        metadata: A JSON value to be kept with it.
+        threads: How many threads pack; by default one per core.
+
+    Raises:
+        RolloutError: If `data` is not a rollout.
+        WriteError: If the file cannot be written; nothing is left behind then.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict({"observation": torch.zeros(8, 32, 3)}, batch_size=[8, 32])
+        >>> path = save_rollout_compressed(batch, "/tmp/slipstream-doc/rollout.slip")
+        >>> load_rollout(path).batch_size
+        torch.Size([8, 32])
+    """
+    level = zstd_level(compression_level)
+    return write_rollout(take_apart(data), path, level, {"metadata": metadata}, threads)
+
+
+def write_rollout(
+    rollout: Rollout, path: str | os.PathLike[str], level: int, values: dict[str, Any], threads: int | None = None
+) -> Path:
+    """Write a rollout that was taken apart; every chunk is decoded again and compared before it is written."""
+    with write_container(path, kind=KIND, threads=threads, verify=True) as writer:
+        for name, array in rollout.arrays.items():
+            writer.add(name, array, codec_for(rollout, name, level))
+        writer.set("rollout", rollout.layout.to_json())
+        for name, value in values.items():
+            writer.set(name, value)
+    return Path(path)
+
+
+def codec_for(rollout: Rollout, name: str, level: int) -> Codec:
+    """Return what packs an array of a rollout smallest."""
+    return Auto(level, rollout.floats[name] or None).choose(rollout.arrays[name])
+
+
+def load_rollout(
+    path: str | os.PathLike[str],
+    device: str | torch.device | None = None,
+    *,
+    keys: Sequence[str | Key] | None = None,
+    envs: slice | None = None,
+    steps: slice | None = None,
+) -> TensorDictBase:
+    """Load a rollout, or a part of it, as it was saved, bit for bit; every checksum is checked on the way.
+
+    Args:
+        path: The file.
+        device: Where tensors go; by default the CPU, without a device set in the TensorDict.
+        keys: Only these nested keys, or everything under them.
+        envs: Only these environments.
+        steps: Only these steps.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CorruptFileError: If it is damaged, or not a rollout.
+        FormatVersionError: If a newer release wrote it.
+        KeyError: If it has nothing under one of `keys`.
+    """
+    with RolloutFile(path) as file:
+        return file.load(device, keys=keys, envs=envs, steps=steps)
+
+
+class RolloutFile:
+    """Reads a rollout; opening reads the index only."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.container = Container(path)
+        self.path = Path(path)
+        if self.container.kind != KIND:
+            self.container.close()
+            raise CorruptFileError(f"{path}: is a container of kind {self.container.kind!r}, expected a rollout")
+        try:
+            self.layout = Layout.from_json(self.container.values.get("rollout"))
+        except (CorruptFileError, FormatVersionError) as error:
+            self.container.close()
+            raise type(error)(f"{path}: {error}") from error
+
+    @property
+    def metadata(self) -> Any:
+        """What was saved with it."""
+        return self.container.values.get("metadata")
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the file."""
+        return self.container.file_bytes
+
+    def load(
+        self,
+        device: str | torch.device | None = None,
+        *,
+        keys: Sequence[str | Key] | None = None,
+        envs: slice | None = None,
+        steps: slice | None = None,
+    ) -> TensorDictBase:
+        """Load it or a part of it; see `load_rollout`."""
+        try:
+            batch = put_together(self.layout, self._read, keys, envs, steps)
+        except (CorruptFileError, MissingEntryError) as error:
+            if str(error).startswith(str(self.path)):
+                raise
+            raise CorruptFileError(f"{self.path}: {error}") from error
+        return batch if device is None else batch.to(device)
+
+    def _read(self, name: str, rows: slice | None) -> NDArray[Any]:
+        return self.container.read(name, rows)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.container.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

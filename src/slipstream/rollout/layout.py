@@ -1,0 +1,430 @@
+"""What a rollout is: a TensorDict as named arrays, each observation once, and back.
+
+TorchRL keeps every observation twice: as that of step ``t``, and under ``next`` as what step ``t - 1`` led to. The two
+are equal, bit for bit, except where an episode ended and another began. Here such a pair is one array of ``T + 1``
+steps, a mask of the exceptions, and the rows of ``next`` where they are. Whether they are equal is checked for every
+step of every environment; a pair that differs in more than a quarter of its steps is kept as two arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.errors import CorruptFileError, FormatVersionError, RolloutError
+from slipstream.tensors import View, array_of, carrier, check_storable, settled, storage_of, view_storage
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+VERSION = 1
+NEXT = "next"
+Key = tuple[str, ...]
+Reader = Callable[[str, slice | None], NDArray[Any]]
+"""Reads the array of a name, or some rows (environments) of it."""
+
+_MOST_EXCEPTIONS = 0.25
+
+
+@dataclass(frozen=True)
+class Field:
+    """A tensor of a rollout.
+
+    Attributes:
+        key: Its nested key.
+        dtype: Its dtype.
+        shape: Its shape after environment and time.
+        array: The name of the array that holds it.
+        lead: 0 for the steps as they are; 1 for those one later, of an array with a step more.
+        mask: For ``lead`` 1: the name of the array that tells where it differs from what comes one step later.
+        rows: For ``lead`` 1: the name of the array with its values there.
+        extra: How many steps the array has more than the rollout.
+    """
+
+    key: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    array: str
+    lead: int = 0
+    mask: str | None = None
+    rows: str | None = None
+    extra: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a rollout lies in its arrays.
+
+    Attributes:
+        batch_size: Of the TensorDict.
+        time_dim: Which of its axes is time; those before it are environments.
+        names: The names of its axes, if they have any.
+        fields: Its tensors.
+        nodes: The nested TensorDicts, their batch sizes, and how many of the tensors come before each.
+    """
+
+    batch_size: tuple[int, ...]
+    time_dim: int
+    names: tuple[str | None, ...]
+    fields: tuple[Field, ...]
+    nodes: tuple[tuple[Key, tuple[int, ...], int], ...] = ()
+
+    @property
+    def num_envs(self) -> int:
+        """How many environments there are."""
+        return math.prod(self.batch_size[: self.time_dim])
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps each made."""
+        return self.batch_size[self.time_dim]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Size of all tensors, ``next`` included."""
+        steps = self.num_envs * self.num_steps
+        return sum(steps * math.prod(field.shape) * field.dtype.itemsize for field in self.fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        fields = []
+        for item in self.fields:
+            node: dict[str, Any] = {
+                "key": list(item.key),
+                "dtype": str(item.dtype).removeprefix("torch."),
+                "shape": list(item.shape),
+                "array": item.array,
+            }
+            if item.extra:
+                node["extra"] = item.extra
+            if item.lead:
+                node |= {"lead": item.lead, "mask": item.mask, "rows": item.rows}
+            fields.append(node)
+        return {
+            "version": VERSION,
+            "batch_size": list(self.batch_size),
+            "time_dim": self.time_dim,
+            "names": list(self.names),
+            "fields": fields,
+            "nodes": [[list(key), list(size), position] for key, size, position in self.nodes],
+        }
+
+    @classmethod
+    def from_json(cls, node: Any) -> Layout:
+        """Read what `to_json` wrote.
+
+        Raises:
+            CorruptFileError: If it is something else.
+            FormatVersionError: If a newer release wrote it.
+        """
+        if not isinstance(node, dict) or not isinstance(node.get("version"), int):
+            raise CorruptFileError("does not say how its rollout is laid out")
+        if node["version"] != VERSION:
+            raise FormatVersionError(
+                f"holds a rollout of layout version {node['version']}, this release reads version {VERSION}"
+            )
+        try:
+            sizes, (time_dim,) = _sizes(node["batch_size"]), _sizes([node["time_dim"]])
+            sizes[time_dim]  # raises if there is no such axis
+            return cls(
+                sizes,
+                time_dim,
+                tuple(name if name is None else str(name) for name in node["names"]),
+                tuple(_read_field(item) for item in node["fields"]),
+                tuple((tuple(map(str, key)), _sizes(size), int(position)) for key, size, position in node["nodes"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CorruptFileError(f"says of its rollout what no writer writes ({error})") from error
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    if not isinstance(node, list) or any(type(size) is not int or size < 0 for size in node):
+        raise ValueError(f"{str(node)[:60]} is not a list of sizes")
+    return tuple(node)
+
+
+def _read_field(node: Any) -> Field:
+    dtype = getattr(torch, str(node["dtype"]))
+    lead, extra = node.get("lead", 0), node.get("extra", 0)
+    if not isinstance(dtype, torch.dtype) or lead not in (0, 1) or extra not in (0, 1) or lead > extra:
+        raise ValueError(f"the tensor {str(node)[:80]} makes no sense")
+    names = (str(node["array"]), str(node["mask"]) if lead else None, str(node["rows"]) if lead else None)
+    if not node["key"] or not all(isinstance(part, str) for part in node["key"]):
+        raise ValueError(f"{str(node['key'])[:60]} is not a key")
+    return Field(tuple(node["key"]), dtype, _sizes(node["shape"]), names[0], lead, names[1], names[2], extra)
+
+
+@dataclass
+class Rollout:
+    """A batch taken apart: its layout, and the arrays, which are memory of their own."""
+
+    layout: Layout
+    arrays: dict[str, NDArray[Any]]
+    floats: dict[str, bool] = field(default_factory=dict)
+
+
+def take_apart(batch: TensorDictBase) -> Rollout:
+    """Copy a batch ``[environment, time, ...]`` into arrays, observations that ``next`` repeats once.
+
+    The batch may be reused as soon as this returns. Tensors on other devices are copied to the host.
+
+    Raises:
+        RolloutError: If it is not a rollout: no time axis, time first, keys that differ between environments.
+        UnsupportedStateError: If it holds something other than dense tensors; it says where and what.
+    """
+    time_dim = _time_dim(batch)
+    batch_size = tuple(batch.batch_size)
+    rollout = Rollout(Layout(batch_size, time_dim, tuple(batch.names or ()), ()), {})
+    leaves: dict[Key, torch.Tensor] = {}
+    nodes: list[tuple[Key, tuple[int, ...], int]] = []
+    for key, value in _walk(batch, ()):
+        if isinstance(value, torch.Tensor):
+            steps = (rollout.layout.num_envs, rollout.layout.num_steps, *value.shape[time_dim + 1 :])
+            leaves[key] = settled(value).cpu().reshape(steps)
+        else:
+            nodes.append((key, tuple(value.batch_size), len(leaves)))
+    fields: dict[Key, Field] = {}
+    for key, tensor in leaves.items():
+        if key in fields:
+            continue
+        twin = leaves.get((NEXT, *key)) if key[0] != NEXT else None
+        pair = _share(rollout, key, tensor, twin, time_dim) if twin is not None else None
+        for item in pair or (_keep(rollout, key, tensor),):
+            fields[item.key] = item
+    ordered = tuple(fields[key] for key in leaves)
+    rollout.layout = Layout(batch_size, time_dim, rollout.layout.names, ordered, tuple(nodes))
+    return rollout
+
+
+def _time_dim(batch: TensorDictBase) -> int:
+    from tensordict import is_tensor_collection  # noqa: PLC0415 - only for those who use it
+
+    if not is_tensor_collection(batch):
+        raise RolloutError(f"a rollout is a TensorDict of shape [environment, time, ...], not a {type(batch).__name__}")
+    names = list(batch.names or ())
+    if not batch.batch_size:
+        raise RolloutError("the batch has no batch size: a rollout has the shape [environment, time, ...]")
+    if "time" not in names:
+        return min(1, len(batch.batch_size) - 1)
+    if names.index("time") == 0 and len(names) > 1:
+        raise RolloutError(
+            f"the first axis of the batch {list(batch.batch_size)} is named 'time': a rollout has the shape "
+            "[environment, time, ...]; give batch.transpose(0, 1)"
+        )
+    return names.index("time")
+
+
+def _walk(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+    """Yield the nested TensorDicts and the tensors of a batch, by key."""
+    from tensordict import LazyStackedTensorDict, is_tensor_collection  # noqa: PLC0415
+    from tensordict.tensorclass import NonTensorData, NonTensorStack  # noqa: PLC0415
+
+    if isinstance(node, LazyStackedTensorDict):
+        first, *others = [set(part.keys(include_nested=True, leaves_only=True)) for part in node.tensordicts]
+        ragged = sorted({str(name) for other in others for name in first ^ other})
+        if ragged:
+            raise RolloutError(
+                f"{'/'.join(key) or 'the batch'} is a stack whose parts have different keys: {', '.join(ragged[:3])} "
+                "are not in all of them"
+            )
+    for name, value in node.items():
+        path = (*key, str(name))
+        if isinstance(value, (NonTensorData, NonTensorStack)):
+            raise RolloutError(f"{'/'.join(path)} is not a tensor, and cannot be stored; exclude it from the batch")
+        if is_tensor_collection(value):
+            yield path, value
+            yield from _walk(value, path)
+        else:
+            check_storable(value, path)
+            yield path, value
+
+
+def _keep(rollout: Rollout, key: Key, tensor: torch.Tensor) -> Field:
+    """Keep a tensor as an array of its own."""
+    name = _add(rollout, "/".join(key), tensor.clone(memory_format=torch.contiguous_format))
+    return Field(key, tensor.dtype, tuple(tensor.shape[2:]), name)
+
+
+def _add(rollout: Rollout, name: str, tensor: torch.Tensor) -> str:
+    unique, number = name, 2
+    while unique in rollout.arrays:
+        unique, number = f"{name}#{number}", number + 1
+    content = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+    rollout.arrays[unique] = array_of(content, tensor.dtype, tuple(tensor.shape))
+    rollout.floats[unique] = carrier(tensor.dtype)[1]
+    return unique
+
+
+def _share(
+    rollout: Rollout, key: Key, root: torch.Tensor, after: torch.Tensor, time_dim: int
+) -> tuple[Field, Field] | None:
+    """Keep an observation and its ``next`` as one array with a step more; None if they are not the same."""
+    environments, steps = root.shape[:2]
+    if (root.dtype, root.shape) != (after.dtype, after.shape) or not root.numel():
+        return None
+    differs = _differs(after[:, :-1], root[:, 1:])
+    if differs.sum() > _MOST_EXCEPTIONS * differs.numel():
+        if environments > 1 and time_dim == 1:
+            across = _differs(after[:-1], root[1:])
+            if across.sum() <= _MOST_EXCEPTIONS * across.numel() and across.numel():
+                raise RolloutError(
+                    f"{'/'.join(key)}: what is 'next' follows along the first axis of the batch and not along the "
+                    "second: a rollout has the shape [environment, time, ...]; give batch.transpose(0, 1)"
+                )
+        return None
+    whole = torch.empty((environments, steps + 1, *root.shape[2:]), dtype=root.dtype)
+    whole[:, :-1].copy_(root)
+    whole[:, -1].copy_(after[:, -1])
+    name = _add(rollout, "/".join(key), whole)
+    mask = _mask(rollout, differs)
+    rows = _add(rollout, f"{NEXT}/{'/'.join(key)}", after[:, :-1][differs])
+    shape = tuple(root.shape[2:])
+    return (
+        Field(key, root.dtype, shape, name, extra=1),
+        Field((NEXT, *key), root.dtype, shape, name, 1, mask, rows, extra=1),
+    )
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Tell where two tensors differ in any bit, per environment and step."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    unequal = one.view(words) != other.view(words)
+    return unequal.flatten(2).any(-1) if unequal.ndim > 2 else unequal
+
+
+def _mask(rollout: Rollout, differs: torch.Tensor) -> str:
+    """Keep a mask of exceptions; observations have the same as a rule, which is then kept once."""
+    mask = differs.numpy()
+    for name, array in rollout.arrays.items():
+        if name.startswith("exceptions") and np.array_equal(array, mask):
+            return name
+    return _add(rollout, "exceptions", differs)
+
+
+def put_together(
+    layout: Layout,
+    read: Reader,
+    keys: Sequence[str | Key] | None = None,
+    envs: slice | None = None,
+    steps: slice | None = None,
+) -> TensorDictBase:
+    """Make the TensorDict of a rollout, or of a part of it; only the arrays that takes are read.
+
+    Args:
+        layout: How it lies in its arrays.
+        read: Reads them.
+        keys: Nested keys, or the first parts of some; all by default.
+        envs: Which environments; all by default. More than one axis of them becomes one.
+        steps: Which steps; all by default.
+
+    Raises:
+        KeyError: If there is nothing of a key.
+    """
+    wanted = _select(layout, keys)
+    if envs is not None and not layout.time_dim:
+        raise RolloutError(f"the rollout has the shape {list(layout.batch_size)}, without an axis for environments")
+    first, last = _bounds(envs, layout.num_envs, "environments")
+    begin, end = _bounds(steps, layout.num_steps, "steps")
+    rows = None if (first, last) == (0, layout.num_envs) else slice(first, last)
+    lead = (*(layout.batch_size[: layout.time_dim] if envs is None else (last - first,)), end - begin)
+    known: dict[str, NDArray[Any]] = {}
+
+    def fetch(name: str, part: slice | None = rows) -> NDArray[Any]:
+        if name not in known:
+            known[name] = read(name, part)
+        return known[name]
+
+    members: dict[Key, Any] = {}
+    for item in wanted:
+        array = fetch(item.array)
+        expected = (last - first, layout.num_steps + item.extra, *item.shape)
+        if array.shape != expected or array.dtype != carrier(item.dtype)[0]:
+            raise CorruptFileError(f"{'/'.join(item.key)} is {array.dtype}{list(array.shape)}, not {list(expected)}")
+        part = array[:, begin + item.lead : end + item.lead]
+        if item.extra or part.shape != array.shape:
+            part = np.array(part, order="C")
+        if item.mask is not None and item.rows is not None:
+            _patch(part, fetch(item.mask, None), (first, last), (begin, end), functools.partial(read, item.rows))
+        members[item.key] = tensor_of(part, item.dtype, (*lead, *item.shape))
+    batch_size = (*lead, *layout.batch_size[layout.time_dim + 1 :])
+    batch = _assemble(layout, members, batch_size, complete=keys is None)
+    if envs is None and any(layout.names):
+        batch.names = list(layout.names)
+    return batch
+
+
+def _assemble(
+    layout: Layout, members: dict[Key, torch.Tensor], batch_size: tuple[int, ...], *, complete: bool
+) -> TensorDictBase:
+    """Make a TensorDict of tensors by nested key, in the order that they had, nested batch sizes included."""
+    from tensordict import TensorDict  # noqa: PLC0415 - only for those who use it
+
+    batch = TensorDict({}, batch_size=batch_size)
+    order = [(position, 0, key, size) for key, size, position in layout.nodes]
+    order += [(position, 1, item.key, ()) for position, item in enumerate(layout.fields)]
+    for _, is_tensor, key, size in sorted(order, key=lambda entry: entry[:2]):
+        if is_tensor and key in members:
+            batch.set(key, members[key])
+        elif not is_tensor and (complete or any(name[: len(key)] == key for name in members)):
+            inner = size[len(layout.batch_size) :]
+            batch.set(key, TensorDict({}, batch_size=(*batch_size, *inner)))
+    return batch
+
+
+def _select(layout: Layout, keys: Sequence[str | Key] | None) -> list[Field]:
+    if keys is None:
+        return list(layout.fields)
+    wanted: list[Field] = []
+    for key in [(key,) if isinstance(key, str) else tuple(key) for key in ([keys] if isinstance(keys, str) else keys)]:
+        found = [item for item in layout.fields if item.key[: len(key)] == key]
+        if not found:
+            known = ", ".join("/".join(item.key) for item in layout.fields[:8])
+            raise KeyError(f"the rollout has nothing under {'/'.join(key)!r}; it has {known}")
+        wanted += [item for item in found if item not in wanted]
+    return wanted
+
+
+def _bounds(part: slice | None, size: int, what: str) -> tuple[int, int]:
+    if part is None:
+        return 0, size
+    if not isinstance(part, slice) or part.step not in (None, 1):
+        raise ValueError(f"{what} are chosen by a slice with step 1, not by {part!r}")
+    start, stop, _ = part.indices(size)
+    return start, max(start, stop)
+
+
+def _patch(
+    part: NDArray[Any],
+    mask: NDArray[Any],
+    envs: tuple[int, int],
+    steps: tuple[int, int],
+    read: Callable[[slice], NDArray[Any]],
+) -> None:
+    """Put the exceptions of ``next`` where they belong in a part of it."""
+    before = np.concatenate(([0], np.cumsum(mask.sum(axis=1))))
+    if envs[1] >= len(before):
+        raise CorruptFileError(f"the mask of exceptions is for {len(before) - 1} environments")
+    env, step = np.nonzero(mask[envs[0] : envs[1]])
+    if not env.size:
+        return
+    values = read(slice(int(before[envs[0]]), int(before[envs[1]])))
+    if values.shape != (env.size, *part.shape[2:]) or values.dtype != part.dtype:
+        raise CorruptFileError(f"there are {env.size} exceptions, and values of {values.dtype}{list(values.shape)}")
+    inside = (steps[0] <= step) & (step < steps[1])
+    part[env[inside], step[inside] - steps[0]] = values[inside]
+
+
+def tensor_of(array: NDArray[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of a contiguous array's memory."""
+    memory = array.reshape(-1).view(np.uint8)
+    stride = torch.empty(shape, device="meta").stride()
+    return view_storage(storage_of(memory), View(0, 0, dtype, shape, stride))

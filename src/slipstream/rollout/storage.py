@@ -1,0 +1,216 @@
+"""`RolloutStorage`: selected rollouts kept on disk, written while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from slipstream.codecs import background_threads
+from slipstream.rollout.files import SUFFIX, RolloutFile, write_rollout, zstd_level
+from slipstream.rollout.layout import Key, Rollout, take_apart
+from slipstream.store import Handle, Worker
+from slipstream.store.atomic import make_folder
+from slipstream.store.worker import Policy
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"rollout_(\d{6,})\.slip")
+
+
+class RolloutStorage:
+    """A folder of rollouts, each packed into a file of its own.
+
+    `save` copies the batch and returns; packing, checking and writing happen in the background, durably and atomically.
+    The caller may reuse the batch at once. An error in the background reaches the next call, `flush` and `close`.
+    Normal exit, ``sys.exit``, SIGTERM and Ctrl-C write what is queued before the process ends.
+
+    Args:
+        save_dir: The folder; it is made if need be.
+        compression_level: 0 to 12; up to 9 is fast.
+        keep_last: Keep the newest so many rollouts; all by default.
+        max_bytes: Delete the oldest while all together are larger than this; the newest is kept in any case.
+        max_queue_size: How many rollouts may be waiting or being written.
+        policy: When the queue is full: ``block`` until there is room, ``skip_oldest``, or ``raise``.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict({"observation": torch.zeros(8, 32, 3)}, batch_size=[8, 32])
+        >>> with RolloutStorage("/tmp/slipstream-doc/rollouts") as storage:
+        ...     path = storage.save(batch, 100, overwrite=True)
+        ...     print(path.name, storage.load(100, steps=slice(0, 4)).batch_size)
+        rollout_000100.slip torch.Size([8, 4])
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        compression_level: int = 9,
+        *,
+        keep_last: int | None = None,
+        max_bytes: int | None = None,
+        max_queue_size: int = 2,
+        policy: Policy = "block",
+    ) -> None:
+        for name, value in (("keep_last", keep_last), ("max_bytes", max_bytes)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, expected at least 1")
+        self._level = zstd_level(compression_level)
+        self.folder = Path(save_dir)
+        make_folder(self.folder)
+        self.keep_last, self.max_bytes = keep_last, max_bytes
+        self._worker = Worker(max_queue_size, policy, name="RolloutStorage")
+        self._lock = threading.Lock()
+        self._pending: dict[int, Handle[Path]] = {}
+        self._stats = {"save_count": 0, "raw_bytes": 0, "stored_bytes": 0, "call_s": 0.0, "write_s": 0.0}
+
+    def save(self, data: TensorDictBase, iteration: int, *, overwrite: bool = False, metadata: Any = None) -> Path:
+        """Save a rollout in the background; returns the path that it will have.
+
+        Args:
+            data: A TensorDict of shape ``[environment, time, ...]``; it is copied before this returns.
+            iteration: Which one it is.
+            overwrite: Whether a rollout of the same iteration may be replaced.
+            metadata: A JSON value to be kept with it.
+
+        Raises:
+            FileExistsError: If there is one of that iteration already.
+            RolloutError: If `data` is not a rollout; nothing is written then.
+            BackgroundError: If an earlier save failed and nobody has heard of it.
+        """
+        start = time.perf_counter()
+        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+            raise ValueError(f"iteration is {iteration!r}, expected a whole number from 0 up")
+        path = self.path(iteration)
+        if not overwrite and (path.exists() or self._is_pending(iteration)):
+            raise FileExistsError(17, f"iteration {iteration} is saved already; overwrite=True replaces it", str(path))
+        values = {"iteration": iteration, "metadata": metadata, "time": time.time()}
+        with self._worker.room() as put:
+            rollout = take_apart(data)
+            handle = put(self._write, rollout, path, values)
+        with self._lock:
+            self._pending = {number: other for number, other in self._pending.items() if not other.done()}
+            self._pending[iteration] = handle
+            self._stats["call_s"] += time.perf_counter() - start
+        return path
+
+    def path(self, iteration: int) -> Path:
+        """Return where the rollout of an iteration is or would be."""
+        return self.folder / f"rollout_{iteration:06d}{SUFFIX}"
+
+    def iterations(self) -> list[int]:
+        """Return the iterations that have a rollout on disk, in order."""
+        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def load(
+        self,
+        iteration: int,
+        device: str | torch.device | None = None,
+        *,
+        keys: Sequence[str | Key] | None = None,
+        envs: slice | None = None,
+        steps: slice | None = None,
+    ) -> TensorDictBase:
+        """Load a rollout, or a part of it; waits for its save if that is under way. See `load_rollout`."""
+        with self.open(iteration) as file:
+            return file.load(device, keys=keys, envs=envs, steps=steps)
+
+    def open(self, iteration: int) -> RolloutFile:
+        """Open a rollout, to look at it or to read parts of it one after another."""
+        with self._lock:
+            pending = self._pending.get(iteration)
+        if pending is not None:
+            pending.result()
+        path = self.path(iteration)
+        try:
+            return RolloutFile(path)
+        except FileNotFoundError:
+            known = self.iterations()
+            hint = f"there are {len(known)}, {known[0]} to {known[-1]}" if known else "there is none"
+            raise FileNotFoundError(2, f"no rollout of iteration {iteration}: {hint}", str(path)) from None
+
+    def __iter__(self) -> Iterator[tuple[int, TensorDictBase]]:
+        """Yield every iteration and its rollout, in order; one that is deleted meanwhile is left out and logged."""
+        self.flush()
+        for iteration in self.iterations():
+            try:
+                rollout = self.load(iteration)
+            except FileNotFoundError:
+                logger.warning("%s: the rollout of iteration %d was deleted meanwhile", self.folder, iteration)
+                continue
+            yield iteration, rollout
+
+    def __len__(self) -> int:
+        """Return how many rollouts are on disk."""
+        return len(self.iterations())
+
+    def get_stats(self) -> dict[str, float]:
+        """Return ``save_count, raw_bytes, stored_bytes, compression_ratio``, and seconds in calls and in writing."""
+        with self._lock:
+            stats = dict(self._stats)
+        stats["compression_ratio"] = stats["raw_bytes"] / stats["stored_bytes"] if stats["stored_bytes"] else 1.0
+        return {**stats, "queue_size": self._worker.queue_size}
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Block until every save so far is durable; raises `BackgroundError` if one failed unheard."""
+        self._worker.flush(timeout)
+
+    def close(self, timeout: float | None = 60) -> None:
+        """Write what is queued, then take no more."""
+        self._worker.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.__exit__(kind, error, trace)
+
+    def _is_pending(self, iteration: int) -> bool:
+        with self._lock:
+            pending = self._pending.get(iteration)
+        return pending is not None and not pending.done()
+
+    def _write(self, rollout: Rollout, path: Path, values: dict[str, Any]) -> Path:
+        start = time.perf_counter()
+        write_rollout(rollout, path, self._level, values, background_threads())
+        with self._lock:
+            self._stats["save_count"] += 1
+            self._stats["raw_bytes"] += rollout.layout.raw_bytes
+            self._stats["stored_bytes"] += path.stat().st_size
+            self._stats["write_s"] += time.perf_counter() - start
+        self._prune()
+        return path
+
+    def _prune(self) -> None:
+        """Delete the oldest rollouts that the limits do not allow."""
+        iterations = self.iterations()
+        doomed = iterations[: -self.keep_last] if self.keep_last is not None else []
+        if self.max_bytes is not None:
+            left = [number for number in iterations if number not in doomed]
+            sizes = {number: _size(self.path(number)) for number in left}
+            while len(left) > 1 and sum(sizes[number] for number in left) > self.max_bytes:
+                doomed.append(left.pop(0))
+        for number in doomed:
+            self.path(number).unlink(missing_ok=True)
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
