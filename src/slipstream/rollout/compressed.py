@@ -109,7 +109,6 @@ class CompressedTensorDict:
         compression_level: 0 to 12; up to 9 is fast.
         cache_bytes: How much decoded data to keep for the next minibatch; by default a sixteenth of the batch.
         group_envs: How many environments to pack together: the least that is decoded at once.
-        codecs: What to pack arrays with, as another one's `codecs` tells: saves the time of finding out.
         verify: Whether to decode everything once and compare: a fault of a codec is an error then, not wrong data.
 
     Example:
@@ -129,7 +128,6 @@ class CompressedTensorDict:
         compression_level: int = 1,
         cache_bytes: int | None = None,
         group_envs: int | None = None,
-        codecs: dict[str, Codec] | None = None,
         verify: bool = True,
     ) -> None:
         level = zstd_level(compression_level)
@@ -152,8 +150,7 @@ class CompressedTensorDict:
             if name not in chosen or small:
                 raw[name] = array
                 continue
-            codec = (codecs or {}).get(name) or codec_for(rollout, name, level)
-            candidate = _pack(array, codec, group, verify)
+            candidate = _pack(array, codec_for(rollout, name, level), group, verify)
             if compress_keys is None and candidate.nbytes > _WORTHWHILE * array.nbytes:
                 raw[name] = array
             else:
@@ -190,11 +187,6 @@ class CompressedTensorDict:
         added = sum(tensor.nbytes for tensor in content.added.values())
         raw = sum(array.nbytes for array in content.raw.values())
         return sum(packed.nbytes for packed in content.packed.values()) + raw + added
-
-    @property
-    def codecs(self) -> dict[str, Codec]:
-        """What its arrays are packed with, for the next one."""
-        return {name: packed.codec for name, packed in self._content.packed.items()}
 
     def get_stats(self) -> dict[str, float]:
         """Return ``raw_bytes, packed_bytes, cache_bytes, compression_ratio, cache_hits, cache_misses``."""

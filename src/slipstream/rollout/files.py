@@ -149,7 +149,9 @@ class RolloutFile:
         """Load it or a part of it; see `load_rollout`."""
         try:
             batch = put_together(self.layout, self._read, keys, envs, steps)
-        except (CorruptFileError, MissingEntryError) as error:
+        except MissingEntryError as error:
+            raise CorruptFileError(str(error)) from error
+        except CorruptFileError as error:
             if str(error).startswith(str(self.path)):
                 raise
             raise CorruptFileError(f"{self.path}: {error}") from error

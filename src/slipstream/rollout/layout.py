@@ -192,12 +192,12 @@ def take_apart(batch: TensorDictBase) -> Rollout:
             nodes.append((key, tuple(value.batch_size), len(leaves)))
     fields: dict[Key, Field] = {}
     for key, tensor in leaves.items():
-        if key in fields:
-            continue
-        twin = leaves.get((NEXT, *key)) if key[0] != NEXT else None
-        pair = _share(rollout, key, tensor, twin, time_dim) if twin is not None else None
-        for item in pair or (_keep(rollout, key, tensor),):
-            fields[item.key] = item
+        twin = leaves.get((NEXT, *key))
+        if key[0] != NEXT and twin is not None:
+            fields.update({item.key: item for item in _share(rollout, key, tensor, twin)})
+    left = {key: tensor for key, tensor in leaves.items() if key not in fields}
+    _check_axes(left)
+    fields.update({key: _keep(rollout, key, tensor) for key, tensor in left.items()})
     ordered = tuple(fields[key] for key in leaves)
     rollout.layout = Layout(batch_size, time_dim, rollout.layout.names, ordered, tuple(nodes))
     return rollout
@@ -262,23 +262,31 @@ def _add(rollout: Rollout, name: str, tensor: torch.Tensor) -> str:
     return unique
 
 
-def _share(
-    rollout: Rollout, key: Key, root: torch.Tensor, after: torch.Tensor, time_dim: int
-) -> tuple[Field, Field] | None:
-    """Keep an observation and its ``next`` as one array with a step more; None if they are not the same."""
+def _check_axes(leaves: dict[Key, torch.Tensor]) -> None:
+    """Raise if something that changes follows along the first axis, of those that do not along the second."""
+    for key, root in leaves.items():
+        after = leaves.get((NEXT, *key))
+        if after is None or (root.dtype, root.shape) != (after.dtype, after.shape) or len(root) < 2 or not root.numel():
+            continue
+        if _is_rare(_differs(after[:-1], root[1:])) and not _is_rare(_differs(root[:-1], root[1:])):
+            raise RolloutError(
+                f"{'/'.join(key)}: what is 'next' follows along the first axis of the batch and not along the second: "
+                "a rollout has the shape [environment, time, ...]; give batch.transpose(0, 1)"
+            )
+
+
+def _is_rare(differs: torch.Tensor) -> bool:
+    return int(differs.sum()) <= _MOST_EXCEPTIONS * differs.numel()
+
+
+def _share(rollout: Rollout, key: Key, root: torch.Tensor, after: torch.Tensor) -> tuple[Field, ...]:
+    """Keep an observation and its ``next`` as one array with a step more; nothing if they are not the same."""
     environments, steps = root.shape[:2]
     if (root.dtype, root.shape) != (after.dtype, after.shape) or not root.numel():
-        return None
+        return ()
     differs = _differs(after[:, :-1], root[:, 1:])
-    if differs.sum() > _MOST_EXCEPTIONS * differs.numel():
-        if environments > 1 and time_dim == 1:
-            across = _differs(after[:-1], root[1:])
-            if across.sum() <= _MOST_EXCEPTIONS * across.numel() and across.numel():
-                raise RolloutError(
-                    f"{'/'.join(key)}: what is 'next' follows along the first axis of the batch and not along the "
-                    "second: a rollout has the shape [environment, time, ...]; give batch.transpose(0, 1)"
-                )
-        return None
+    if not _is_rare(differs):
+        return ()
     whole = torch.empty((environments, steps + 1, *root.shape[2:]), dtype=root.dtype)
     whole[:, :-1].copy_(root)
     whole[:, -1].copy_(after[:, -1])

@@ -1,0 +1,173 @@
+"""Rollouts in files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from slipstream import (
+    CorruptFileError,
+    FormatVersionError,
+    RolloutError,
+    load_rollout,
+    save_rollout_compressed,
+    write_container,
+)
+from slipstream.rollout import RolloutFile
+
+
+def test_a_rollout_comes_back_from_a_file_bit_for_bit(tmp_path, make_rollout, same):
+    batch = make_rollout(40, 20)
+    path = save_rollout_compressed(batch, tmp_path / "r.slip", metadata={"policy": 7})
+    same(load_rollout(path), batch)
+    with RolloutFile(path) as file:
+        assert file.metadata == {"policy": 7}
+        assert file.layout.raw_bytes == sum(value.nbytes for value in batch.values(True, True))
+
+
+@pytest.mark.parametrize("level", [0, 1, 9, 10, 12])
+def test_every_level_is_lossless(tmp_path, make_rollout, same, level):
+    batch = make_rollout()
+    same(load_rollout(save_rollout_compressed(batch, tmp_path / "r", level)), batch)
+
+
+@pytest.mark.parametrize(("level", "error"), [(-1, ValueError), (13, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_level_that_is_none_is_refused(tmp_path, make_rollout, level, error):
+    with pytest.raises(error, match="compression_level is"):
+        save_rollout_compressed(make_rollout(), tmp_path / "r", level)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_of_a_rollout_reads_a_part_of_the_file(tmp_path, make_rollout, monkeypatch):
+    batch = make_rollout(3000, 16)
+    path = save_rollout_compressed(batch, tmp_path / "r")
+    with RolloutFile(path) as file:
+        read: list[tuple[str, int]] = []
+        original = file.container._read_chunk
+
+        def recording(entry, number, *args):
+            read.append((entry.name, number))
+            return original(entry, number, *args)
+
+        monkeypatch.setattr(file.container, "_read_chunk", recording)
+        part = file.load(keys=[("agents", "observation")], envs=slice(2900, 2910), steps=slice(3, 9))
+        assert {name for name, _ in read} == {"agents/observation/lidar", "agents/observation/state"}
+        lidar = file.container.entries["agents/observation/lidar"]
+        assert len(lidar.chunks) > 2
+        assert {number for name, number in read if name.endswith("lidar")} == {len(lidar.chunks) - 1}
+    assert torch.equal(part["agents", "observation", "lidar"], batch["agents", "observation", "lidar"][2900:2910, 3:9])
+    assert part.batch_size == (10, 6)
+
+
+def test_constants_and_zeros_are_nearly_free_and_flags_take_bits(tmp_path):
+    steps = [256, 32]
+    batch = TensorDict(
+        {
+            "zeros": torch.zeros(*steps, 100),
+            "constant": torch.full((*steps, 100), 1.5),
+            "flags": torch.rand(*steps, 1) < 0.5,
+        },
+        batch_size=steps,
+    )
+    path = save_rollout_compressed(batch, tmp_path / "r")
+    with RolloutFile(path) as file:
+        stored = {name: entry.stored_bytes for name, entry in file.container.entries.items()}
+    assert stored["zeros"] < 1000
+    assert stored["constant"] < 1000
+    assert stored["flags"] < 256 * 32 / 8 * 1.1
+
+
+def test_packing_beats_what_people_do(tmp_path, make_rollout):
+    import pickle
+
+    import lz4.frame
+
+    batch = make_rollout(256, 32)
+    path = save_rollout_compressed(batch, tmp_path / "r")
+    plain = pickle.dumps({str(key): value.numpy() for key, value in batch.items(True, True)})
+    assert path.stat().st_size < 0.65 * len(lz4.frame.compress(plain, compression_level=9))
+
+
+def test_device_moves_what_is_loaded(tmp_path, make_rollout):
+    path = save_rollout_compressed(make_rollout(), tmp_path / "r")
+    assert load_rollout(path).device is None
+    assert load_rollout(path, "cpu").device == torch.device("cpu")
+    assert load_rollout(path, "meta")["action"].is_meta
+
+
+def test_every_flipped_byte_is_noticed(tmp_path, make_rollout):
+    path = save_rollout_compressed(make_rollout(2, 3), tmp_path / "r")
+    content = path.read_bytes()
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        with pytest.raises((CorruptFileError, FormatVersionError), match=str(path)):
+            load_rollout(path)
+
+
+def test_a_file_of_another_kind_or_of_the_future_is_said_to_be_so(tmp_path, make_rollout):
+    with write_container(tmp_path / "other", kind="checkpoint"):
+        pass
+    with pytest.raises(CorruptFileError, match="is a container of kind 'checkpoint', expected a rollout"):
+        load_rollout(tmp_path / "other")
+    with write_container(tmp_path / "future", kind="rollout") as writer:
+        writer.set("rollout", {"version": 2})
+    with pytest.raises(FormatVersionError, match="future: holds a rollout of layout version 2"):
+        load_rollout(tmp_path / "future")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch_size": [-1, 3]},
+        {"time_dim": 7},
+        {"time_dim": "one"},
+        {"fields": [{}]},
+        {"fields": [{"key": [], "dtype": "float32", "shape": [], "array": "action"}]},
+        {"fields": [{"key": ["x"], "dtype": "load", "shape": [], "array": "action"}]},
+        {"fields": [{"key": ["x"], "dtype": "float32", "shape": [9], "array": "action"}]},
+        {"fields": [{"key": ["x"], "dtype": "float32", "shape": [3], "array": "nothing"}]},
+        {"fields": [{"key": ["x"], "dtype": "float32", "shape": [3], "array": "action", "lead": 1}]},
+        {"nodes": [["a"]]},
+        {"names": None},
+    ],
+    ids=str,
+)
+def test_a_layout_that_lies_is_refused(tmp_path, make_rollout, change):
+    from slipstream.rollout.layout import take_apart
+
+    taken = take_apart(make_rollout(2, 3))
+    with write_container(tmp_path / "r", kind="rollout") as writer:
+        for name, array in taken.arrays.items():
+            writer.add(name, array)
+        writer.set("rollout", {**taken.layout.to_json(), **change})
+    with pytest.raises(CorruptFileError, match="r: "):
+        load_rollout(tmp_path / "r")
+
+
+def test_what_cannot_be_saved_leaves_the_older_file_alone(tmp_path, make_rollout, same):
+    batch = make_rollout()
+    path = save_rollout_compressed(batch, tmp_path / "r")
+    with pytest.raises(RolloutError):
+        save_rollout_compressed(TensorDict({"x": torch.zeros(2)}, batch_size=[]), path)
+    same(load_rollout(path), batch)
+    assert [item.name for item in tmp_path.iterdir()] == ["r"]
+
+
+def test_a_codec_that_does_not_give_back_what_it_got_is_caught_before_anything_is_written(tmp_path, monkeypatch):
+    from slipstream.codecs import Planes, Timewise, Zstd
+    from slipstream.errors import CodecError
+
+    def wrong(self, payload, dtype, shape, reference=None, out=None):
+        import numpy as np
+
+        return np.zeros(shape, dtype)
+
+    for codec in (Planes, Timewise, Zstd):
+        monkeypatch.setattr(codec, "decode", wrong)
+    batch = TensorDict({"x": torch.arange(2000.0).reshape(20, 100)}, batch_size=[20, 100])
+    with pytest.raises(CodecError, match="'x' does not come back"):
+        save_rollout_compressed(batch, tmp_path / "r")
+    assert not list(Path(tmp_path).iterdir())
