@@ -15,10 +15,11 @@ SOURCE = Path(slipstream.__file__).parent
 # From the bottom up: a module may import from its own line and from the lines before it.
 LAYERS = [
     {"errors"},
-    {"codecs"},
+    {"codecs", "nav"},
     {"store"},
     {"tensors", "tree"},
-    {"checkpoint"},
+    {"checkpoint", "rollout"},
+    {"collect"},
     {"cli", "__main__"},
 ]
 TORCH_FREE = ("errors", "codecs", "store", "cli")

@@ -20,20 +20,32 @@ if TYPE_CHECKING:
     from slipstream.checkpoint.saver import AsyncCheckpointSaver as AsyncCheckpointSaver
     from slipstream.checkpoint.saver import SaveResult as SaveResult
     from slipstream.checkpoint.state import TrainingState as TrainingState
+    from slipstream.collect.compressed import CompressedDataCollector as CompressedDataCollector
+    from slipstream.collect.pipelined import PipelinedDataCollector as PipelinedDataCollector
     from slipstream.errors import BackgroundError as BackgroundError
     from slipstream.errors import CodecError as CodecError
+    from slipstream.errors import ConfigurationError as ConfigurationError
     from slipstream.errors import CorruptFileError as CorruptFileError
     from slipstream.errors import DiskFullError as DiskFullError
     from slipstream.errors import FormatVersionError as FormatVersionError
     from slipstream.errors import JobSkippedError as JobSkippedError
     from slipstream.errors import MissingEntryError as MissingEntryError
     from slipstream.errors import QueueFullError as QueueFullError
+    from slipstream.errors import RolloutError as RolloutError
     from slipstream.errors import SlipstreamError as SlipstreamError
     from slipstream.errors import StateMismatchError as StateMismatchError
     from slipstream.errors import TornStateError as TornStateError
     from slipstream.errors import UnsupportedDtypeError as UnsupportedDtypeError
     from slipstream.errors import UnsupportedStateError as UnsupportedStateError
     from slipstream.errors import WriteError as WriteError
+    from slipstream.nav.config import NavigationConfig as NavigationConfig
+    from slipstream.nav.env import NavigationEnv as NavigationEnv
+    from slipstream.rollout.advise import Advice as Advice
+    from slipstream.rollout.advise import advise as advise
+    from slipstream.rollout.compressed import CompressedTensorDict as CompressedTensorDict
+    from slipstream.rollout.files import load_rollout as load_rollout
+    from slipstream.rollout.files import save_rollout_compressed as save_rollout_compressed
+    from slipstream.rollout.storage import RolloutStorage as RolloutStorage
     from slipstream.store.container import Container as Container
     from slipstream.store.container import write_container as write_container
 
@@ -45,15 +57,19 @@ _HOMES = {
     "slipstream.checkpoint.model": ("format_checkpoint_name", "get_model_size", "print_model_info"),
     "slipstream.checkpoint.saver": ("AsyncCheckpointSaver", "SaveResult"),
     "slipstream.checkpoint.state": ("TrainingState",),
+    "slipstream.collect.compressed": ("CompressedDataCollector",),
+    "slipstream.collect.pipelined": ("PipelinedDataCollector",),
     "slipstream.errors": (
         "BackgroundError",
         "CodecError",
+        "ConfigurationError",
         "CorruptFileError",
         "DiskFullError",
         "FormatVersionError",
         "JobSkippedError",
         "MissingEntryError",
         "QueueFullError",
+        "RolloutError",
         "SlipstreamError",
         "StateMismatchError",
         "TornStateError",
@@ -61,6 +77,12 @@ _HOMES = {
         "UnsupportedStateError",
         "WriteError",
     ),
+    "slipstream.nav.config": ("NavigationConfig",),
+    "slipstream.nav.env": ("NavigationEnv",),
+    "slipstream.rollout.advise": ("Advice", "advise"),
+    "slipstream.rollout.compressed": ("CompressedTensorDict",),
+    "slipstream.rollout.files": ("load_rollout", "save_rollout_compressed"),
+    "slipstream.rollout.storage": ("RolloutStorage",),
     "slipstream.store.container": ("Container", "write_container"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -7,9 +7,11 @@
     ├── FormatVersionError    (ValueError)    a file needs a newer Slipstream
     ├── MissingEntryError     (KeyError)      a file has no entry of that name
     ├── CodecError            (ValueError)    a payload cannot be decoded, or a codec is misconfigured
+    ├── ConfigurationError    (ValueError)    a setting that makes no sense, or two that contradict each other
     ├── UnsupportedDtypeError (TypeError)     an array whose elements are not plain numbers
     ├── UnsupportedStateError (TypeError)     state that cannot be stored as data, such as an arbitrary object
     ├── StateMismatchError    (ValueError)    a checkpoint of another model; lists what differs
+    ├── RolloutError          (ValueError)    a batch that is not a rollout: no time axis, time first, ragged
     ├── TornStateError        (RuntimeError)  guarded state changed while it was being copied; nothing was written
     ├── WriteError            (OSError)       a write failed; the previous file is untouched
     │   └── DiskFullError                     ... because there was no space left
@@ -25,12 +27,14 @@ from __future__ import annotations
 __all__ = [
     "BackgroundError",
     "CodecError",
+    "ConfigurationError",
     "CorruptFileError",
     "DiskFullError",
     "FormatVersionError",
     "JobSkippedError",
     "MissingEntryError",
     "QueueFullError",
+    "RolloutError",
     "SlipstreamError",
     "StateMismatchError",
     "TornStateError",
@@ -63,6 +67,10 @@ class CodecError(SlipstreamError, ValueError):
     """A payload cannot be decoded, or a codec was given settings it does not have."""
 
 
+class ConfigurationError(SlipstreamError, ValueError):
+    """A setting makes no sense, or contradicts another; the message says which and what was expected."""
+
+
 class UnsupportedDtypeError(SlipstreamError, TypeError):
     """An array holds something other than bools, integers, floats or complex numbers."""
 
@@ -73,6 +81,10 @@ class UnsupportedStateError(SlipstreamError, TypeError):
 
 class StateMismatchError(SlipstreamError, ValueError):
     """A checkpoint does not fit what it is loaded into; lists missing, unexpected and differing entries."""
+
+
+class RolloutError(SlipstreamError, ValueError):
+    """A batch is not a rollout: no time axis, time before environments, keys that differ between environments."""
 
 
 class TornStateError(SlipstreamError, RuntimeError):

@@ -25,6 +25,7 @@ SETTINGS: list[Codec] = [
     Planes(level=1, floating=True),
     Planes(floating=False),
     Timewise(floating=True),
+    *(Timewise(mode=mode) for mode in ("plain", "xor", "ordered", "linear")),
     Difference(floating=True),
     Auto(level=1),
 ]

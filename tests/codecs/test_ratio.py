@@ -8,6 +8,7 @@ import pytest
 import zstandard
 
 from slipstream.codecs import Auto, Difference, Planes, Raw, Timewise, Zstd
+from slipstream.errors import CodecError
 
 Array = np.ndarray[Any, Any]
 
@@ -110,3 +111,26 @@ def test_difference_is_small_across_zero():
 )
 def test_auto_chooses_what_the_data_calls_for(array, reference, choice):
     assert isinstance(Auto().choose(array, reference), choice)
+
+
+def test_what_moves_steadily_is_packed_along_its_line():
+    rng = np.random.default_rng(4)
+    start, speed = rng.uniform(-20, 20, (64, 1, 3)), rng.uniform(-0.2, 0.2, (64, 1, 3))
+    position = (start + speed * np.arange(32)[:, None]).astype(np.float32)
+    settled = Timewise().settle(position)
+    assert settled.mode == "linear"
+    assert len(settled.encode(position)) < 0.88 * len(Timewise(mode="ordered").encode(position))
+    assert np.array_equal(settled.decode(settled.encode(position), position.dtype, position.shape), position)
+
+
+def test_a_settled_codec_is_as_good_as_one_that_tries_anew():
+    for array in (lidar(), weights(), lidar() > 0):
+        settled = Timewise().settle(array)
+        assert len(settled.encode(array)) < 1.05 * len(Timewise().encode(array))
+    assert Timewise(mode="xor").settle(lidar()).mode == "xor"
+    assert Timewise().settle(lidar()[:0]) == Timewise()
+
+
+def test_a_mode_that_is_none_is_refused():
+    with pytest.raises(CodecError, match="timewise mode is 'cubic', expected one of plain, xor, ordered, linear"):
+        Timewise(mode="cubic")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from numpy.typing import NDArray
 
-from slipstream.codecs import Auto, Codec
+from slipstream.codecs import Codec, Planes, Timewise
 from slipstream.errors import CorruptFileError, FormatVersionError, MissingEntryError
-from slipstream.rollout.layout import Key, Layout, Rollout, put_together, take_apart
+from slipstream.rollout.layout import Key, Layout, Rollout, arrays_of, put_together, take_apart
 from slipstream.store import Container, write_container
 
 if TYPE_CHECKING:
@@ -69,10 +69,16 @@ def save_rollout_compressed(
 
 
 def write_rollout(
-    rollout: Rollout, path: str | os.PathLike[str], level: int, values: dict[str, Any], threads: int | None = None
+    rollout: Rollout,
+    path: str | os.PathLike[str],
+    level: int,
+    values: dict[str, Any],
+    threads: int | None = None,
+    *,
+    verify: bool = True,
 ) -> Path:
     """Write a rollout that was taken apart; every chunk is decoded again and compared before it is written."""
-    with write_container(path, kind=KIND, threads=threads, verify=True) as writer:
+    with write_container(path, kind=KIND, threads=threads, verify=verify) as writer:
         for name, array in rollout.arrays.items():
             writer.add(name, array, codec_for(rollout, name, level))
         writer.set("rollout", rollout.layout.to_json())
@@ -82,8 +88,14 @@ def write_rollout(
 
 
 def codec_for(rollout: Rollout, name: str, level: int) -> Codec:
-    """Return what packs an array of a rollout smallest."""
-    return Auto(level, rollout.floats[name] or None).choose(rollout.arrays[name])
+    """Return what packs an array of a rollout: time comes second in all but the exceptions of ``next``.
+
+    Trying every codec on every array gives files that are a thousandth smaller, and takes a third longer.
+    """
+    array, floating = rollout.arrays[name], rollout.floats[name] or None
+    if name in rollout.layout.row_arrays or array.ndim < 2:
+        return Planes(level, floating)
+    return Timewise(level, floating).settle(array)
 
 
 def load_rollout(
@@ -148,7 +160,15 @@ class RolloutFile:
     ) -> TensorDictBase:
         """Load it or a part of it; see `load_rollout`."""
         try:
-            batch = put_together(self.layout, self._read, keys, envs, steps)
+            # All at once where all environments are wanted: threads are shared by arrays of any size.
+            known = self.container.read_many(arrays_of(self.layout, keys)) if envs is None else {}
+
+            def read(name: str, rows: slice | None) -> NDArray[Any]:
+                if name in known:
+                    return known[name] if rows is None else known[name][rows]
+                return self.container.read(name, rows)
+
+            batch = put_together(self.layout, read, keys, envs, steps)
         except MissingEntryError as error:
             raise CorruptFileError(str(error)) from error
         except CorruptFileError as error:
@@ -156,9 +176,6 @@ class RolloutFile:
                 raise
             raise CorruptFileError(f"{self.path}: {error}") from error
         return batch if device is None else batch.to(device)
-
-    def _read(self, name: str, rows: slice | None) -> NDArray[Any]:
-        return self.container.read(name, rows)
 
     def close(self) -> None:
         """Close the file."""

@@ -87,6 +87,11 @@ class Layout:
         return self.batch_size[self.time_dim]
 
     @property
+    def row_arrays(self) -> set[str]:
+        """The arrays of exceptions, whose first axis is not that of the environments."""
+        return {field.rows for field in self.fields if field.rows is not None}
+
+    @property
     def raw_bytes(self) -> int:
         """Size of all tensors, ``next`` included."""
         steps = self.num_envs * self.num_steps
@@ -386,6 +391,12 @@ def _assemble(
             inner = size[len(layout.batch_size) :]
             batch.set(key, TensorDict({}, batch_size=(*batch_size, *inner)))
     return batch
+
+
+def arrays_of(layout: Layout, keys: Sequence[str | Key] | None = None) -> list[str]:
+    """Return the names of the arrays that hold some keys, or all; raises `KeyError` as `put_together` does."""
+    names = [name for item in _select(layout, keys) for name in (item.array, item.mask, item.rows)]
+    return [name for name in dict.fromkeys(names) if name is not None]
 
 
 def _select(layout: Layout, keys: Sequence[str | Key] | None) -> list[Field]:

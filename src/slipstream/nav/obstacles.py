@@ -1,0 +1,147 @@
+"""The moving part of the world: obstacles that wander around their origins, the same for all drones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from slipstream.nav.config import NUM_KINDS, NavigationConfig
+
+NUM_WIDTHS = NUM_KINDS // 2
+MAX_WIDTH_M = 1.0
+CUBOID_HEIGHT_M = 1.0
+CYLINDER_HEIGHT_M = 5.0
+CEILING_M = 4.5  # highest centre of a flying cuboid
+WANDER_LOW_M = (-5.0, -5.0, -5.0)  # where a goal may lie, seen from the origin
+WANDER_HIGH_M = (5.0, 5.0, 4.0)
+SPEED_RANGE_M_S = (0.5, 1.5)
+ARRIVAL_M = 0.5
+AIM_PERIOD_S = 2.0
+ORIGIN_SEED = 0x0B57AC1E  # mixed into the map's seed: origins and boxes need not be alike
+
+
+class DynamicObstacles:
+    """Obstacles in motion; a state that `move` advances and `state_dict` copies.
+
+    One eighth each of the widths 0.25, 0.5, 0.75 and 1 m as cuboids 1 m high that fly, then the same as cylinders 5 m
+    high that stand. Each heads for a goal near its origin. A goal is drawn again on arrival, but direction and speed
+    only every 2 s, so obstacles overshoot. Random numbers come from the CPU: one seed is one course on every device.
+
+    Attributes:
+        width_m: Width of each, ``[obstacles]``.
+        height_m: Height of each.
+        category: The width as 0 to 3.
+        standing: Whether it is a cylinder.
+        origin_m: ``[obstacles, 3]``; of the map, not of the seed.
+        position_m: Centres, ``[obstacles, 3]``.
+        velocity_m_s: ``[obstacles, 3]``.
+
+    Args:
+        config: How many, on which map, and how long a step is.
+        generator: Where the random numbers of `restart` and `move` come from; on the CPU.
+        device: Where the tensors live.
+    """
+
+    def __init__(self, config: NavigationConfig, generator: torch.Generator, device: torch.device) -> None:
+        count = config.num_dynamic_obstacles
+        self._generator = generator
+        self._dt_s = config.dt_s
+        self._aim_every = max(1, int(AIM_PERIOD_S / config.dt_s))
+        self._tick = 0
+        kind = torch.arange(count, device=device) // max(count // NUM_KINDS, 1)
+        self.category = kind % NUM_WIDTHS
+        self.standing = kind >= NUM_WIDTHS
+        self.width_m = (self.category + 1) * (MAX_WIDTH_M / NUM_WIDTHS)
+        self.height_m = torch.where(self.standing, CYLINDER_HEIGHT_M, CUBOID_HEIGHT_M)
+        self.origin_m = draw_origins(count, config.map_half_extent_m, config.map_seed).to(device)
+        half = config.map_half_extent_m
+        self._low = torch.tensor([-half, -half, 0.0], device=device)
+        self._high = torch.tensor([half, half, CEILING_M], device=device)
+        self._wander_low = torch.tensor(WANDER_LOW_M, device=device)
+        self._wander_span = torch.tensor(WANDER_HIGH_M, device=device) - self._wander_low
+        self.position_m = self._goal_m = self.velocity_m_s = self.origin_m
+        self.restart()
+
+    def __len__(self) -> int:
+        return len(self.origin_m)
+
+    def restart(self) -> None:
+        """Put every obstacle back to its origin, with a new goal and speed."""
+        draws = self._draw()
+        self._tick = 0
+        self.position_m = self.origin_m.clone()
+        self._goal_m = self._goals(draws)
+        self.velocity_m_s = self._aim(draws)
+
+    def move(self) -> None:
+        """Advance by one step."""
+        draws = self._draw()
+        self._tick += 1
+        arrived = (self.position_m - self._goal_m).norm(dim=1, keepdim=True) < ARRIVAL_M
+        self._goal_m = torch.where(arrived, self._goals(draws), self._goal_m)
+        if self._tick % self._aim_every == 0:
+            self.velocity_m_s = self._aim(draws)
+        self.position_m = self.position_m + self.velocity_m_s * self._dt_s
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all that changes, but not the generator."""
+        return {
+            "position_m": self.position_m.clone(),
+            "goal_m": self._goal_m.clone(),
+            "velocity_m_s": self.velocity_m_s.clone(),
+            "tick": self._tick,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all that changes, by copy."""
+        device = self.origin_m.device
+        self.position_m = state["position_m"].to(device, copy=True)
+        self._goal_m = state["goal_m"].to(device, copy=True)
+        self.velocity_m_s = state["velocity_m_s"].to(device, copy=True)
+        self._tick = int(state["tick"])
+
+    def _draw(self) -> torch.Tensor:
+        """Return four numbers in [0, 1) for each: as many in every step, whatever becomes of them."""
+        return torch.rand(len(self), 4, generator=self._generator).to(self.origin_m.device)
+
+    def _goals(self, draws: torch.Tensor) -> torch.Tensor:
+        goal = self.origin_m + self._wander_low + draws[:, :3] * self._wander_span
+        goal = torch.minimum(torch.maximum(goal, self._low), self._high)
+        goal[:, 2] = torch.where(self.standing, CYLINDER_HEIGHT_M / 2, goal[:, 2])
+        return goal
+
+    def _aim(self, draws: torch.Tensor) -> torch.Tensor:
+        slowest, fastest = SPEED_RANGE_M_S
+        offset = self._goal_m - self.position_m
+        direction: torch.Tensor = offset / offset.norm(dim=1, keepdim=True).clamp(min=1e-6)
+        return direction * (slowest + (fastest - slowest) * draws[:, 3:])
+
+
+def draw_origins(count: int, half_extent_m: float, seed: int) -> torch.Tensor:
+    """Draw where obstacles are at home: spread evenly, cuboids at any height, cylinders on the ground.
+
+    Args:
+        count: How many; the second half are cylinders.
+        half_extent_m: The field reaches from minus to plus this in x and y.
+        seed: Of the map.
+
+    Returns:
+        Centres, ``[count, 3]``, on the CPU.
+    """
+    generator = torch.Generator().manual_seed(seed ^ ORIGIN_SEED)
+    origins = torch.zeros(count, 3)
+    even_m = 2 * half_extent_m / max(count, 1) ** 0.5
+    for index in range(count):
+        spacing_m = even_m
+        while True:  # ends: the spacing shrinks until anything goes
+            places = (torch.rand(64, 2, generator=generator) * 2 - 1) * half_extent_m
+            free = (torch.cdist(places, origins[:index, :2]) > spacing_m).all(1).nonzero()
+            if len(free):
+                origins[index, :2] = places[free[0, 0]]
+                break
+            spacing_m *= 0.8
+    origins[:, 2] = torch.rand(count, generator=generator) * CEILING_M
+    origins[count // 2 :, 2] = CYLINDER_HEIGHT_M / 2
+    return origins

@@ -1,0 +1,287 @@
+"""`Simulation`: drones in a world, in plain torch; the environments of TorchRL and Gymnasium are views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from slipstream.errors import StateMismatchError
+from slipstream.nav.compile import maybe_compiled
+from slipstream.nav.config import NavigationConfig
+from slipstream.nav.dynamics import DroneState, hovering, make_dynamics
+from slipstream.nav.frame import heading_between, to_world_frame
+from slipstream.nav.lidar import Lidar
+from slipstream.nav.observation import Observation, ObstacleTable, Task, observe
+from slipstream.nav.obstacles import DynamicObstacles
+from slipstream.nav.reward import Verdict, judge
+from slipstream.nav.world import StaticMap, generate_map
+
+START_HEIGHTS_M = (0.5, 2.5)
+LINE_HALF_WIDTH_M = 16.0
+LINE_HEIGHT_M = 2.0
+WAYS_SEED = 0x0DD5  # mixed into the seed: the two generators need not be alike
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Progress(NamedTuple):
+    """How episodes are going, ``[envs]`` each.
+
+    Attributes:
+        steps: How many steps were flown.
+        deadline: After how many steps the episode is truncated.
+        returns: The sum of rewards so far.
+        reached: Whether the goal was ever reached.
+    """
+
+    steps: torch.Tensor
+    deadline: torch.Tensor
+    returns: torch.Tensor
+    reached: torch.Tensor
+
+
+class Outcome(NamedTuple):
+    """What a step led to. Nothing in it is shared with the simulation or with another outcome.
+
+    Attributes:
+        observation: What the drones see.
+        verdict: Rewards, collisions and the like.
+        terminated: Whether the episode ended in a collision or out of bounds, ``[envs]``.
+        truncated: Whether time is up, or the goal was reached if that truncates, ``[envs]``.
+        progress: The episode so far, this step included.
+        position_m: Where the drones are, ``[envs, 3]``.
+    """
+
+    observation: Observation
+    verdict: Verdict
+    terminated: torch.Tensor
+    truncated: torch.Tensor
+    progress: Progress
+    position_m: torch.Tensor
+
+
+class Simulation:
+    """Many drones that fly through one world, in lockstep, on any device.
+
+    All randomness comes from two generators of its own: one for the drones' starts and goals, one for the obstacles'
+    ways. The same seed gives the same flights, and `state_dict` holds all it takes to continue them bit for bit (on
+    the CPU).
+
+    Args:
+        config: World, drones and rules.
+        device: Where the tensors live.
+        boxes: What stands in the world, instead of the map of ``config.map_seed``.
+
+    Raises:
+        ConfigurationError: If the map cannot hold as many boxes as asked for.
+    """
+
+    def __init__(
+        self, config: NavigationConfig, device: torch.device | str = "cpu", boxes: StaticMap | None = None
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        if boxes is None:
+            boxes = generate_map(config.num_static_obstacles, config.map_half_extent_m, config.map_seed)
+        self.boxes = boxes.to(self.device)
+        self._starts, self._ways = torch.Generator(), torch.Generator()
+        self.seed(config.seed)
+        self.obstacles = DynamicObstacles(config, self._ways, self.device)
+        self.lidar = Lidar(config.lidar, self.boxes, self.device)
+        self._fly = self._compiled(_make_fly(config))
+        self._perceive = self._compiled(_perceive)
+        self._scan = self._make_scan()
+        self.reset()
+
+    def seed(self, seed: int) -> None:
+        """Start both generators anew; takes effect with the next draws."""
+        self._starts.manual_seed(seed)
+        self._ways.manual_seed(seed ^ WAYS_SEED)
+
+    @torch.no_grad()
+    def reset(self, mask: torch.Tensor | None = None) -> Observation:
+        """Begin new episodes.
+
+        Args:
+            mask: Which environments, ``[envs]``. They get full-length episodes, and nothing else changes. Without it:
+                all, the moving obstacles go back to their origins too, and random clocks are drawn if configured.
+
+        Returns:
+            What the drones see. Where the mask is false: zeros.
+        """
+        if mask is None:
+            self.obstacles.restart()
+            rows = torch.arange(self.config.num_envs, device=self.device)
+            self.task, self.progress = self._new_episodes(rows, whole=True)
+            self.drone = hovering(self.task.start_m, self.task.heading)
+            return self._look(self.drone, self.task)
+        rows = mask.to(self.device).nonzero().squeeze(1)
+        task, progress = self._new_episodes(rows, whole=False)
+        drone = hovering(task.start_m, task.heading)
+        self.task = Task(*_replace_rows(self.task, rows, task))
+        self.progress = Progress(*_replace_rows(self.progress, rows, progress))
+        self.drone = DroneState(*_replace_rows(self.drone, rows, drone))
+        seen = self._look(drone, task)
+        blank = (part.new_zeros(self.config.num_envs, *part.shape[1:]) for part in seen)
+        return Observation(*(all_rows.index_copy_(0, rows, part) for all_rows, part in zip(blank, seen, strict=True)))
+
+    @torch.no_grad()
+    def step(self, command_m_s: torch.Tensor) -> Outcome:
+        """Advance the world by one step.
+
+        Args:
+            command_m_s: The velocities that drones should take, in their goal frames, ``[envs, 3]``; not clamped.
+
+        Returns:
+            What that led to. Drones whose episode ended fly on until they are reset.
+        """
+        before = self.drone.velocity_m_s
+        self.obstacles.move()
+        self.drone = self._fly(self.drone, command_m_s.detach(), self.task.heading)
+        position, velocity = self.drone.position_m, self.drone.velocity_m_s
+        distances = self._scan(position, self.task.heading)
+        table = ObstacleTable.of(self.obstacles)
+        observation, verdict = self._perceive(
+            position, velocity, before, self.task, distances, table, self.lidar.range_m
+        )
+        terminated = verdict.static_collision | verdict.dynamic_collision | verdict.out_of_bounds
+        old = self.progress
+        steps, returns = old.steps + 1, old.returns + verdict.reward
+        self.progress = Progress(steps, old.deadline, returns, old.reached | verdict.reached_goal)
+        truncated = steps >= old.deadline
+        if self.config.goal_truncates:
+            truncated = truncated | verdict.reached_goal
+        progress = Progress(*(part.clone() for part in self.progress))
+        return Outcome(observation, verdict, terminated, truncated, progress, position.clone())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all that changes: drones, tasks, progress, obstacles and generators."""
+        return {
+            "drone": {name: part.clone() for name, part in self.drone._asdict().items()},
+            "task": {name: part.clone() for name, part in self.task._asdict().items()},
+            "progress": {name: part.clone() for name, part in self.progress._asdict().items()},
+            "obstacles": self.obstacles.state_dict(),
+            "generators": {"starts": self._starts.get_state(), "ways": self._ways.get_state()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from where a simulation of the same configuration was.
+
+        Args:
+            state: From `state_dict`; copied, so it may be changed afterwards.
+
+        Raises:
+            StateMismatchError: If it is of another number of environments or obstacles, or not a state at all.
+        """
+        differing = [*_differences(self.state_dict(), state)]
+        if differing:
+            raise StateMismatchError(f"the state does not fit this simulation: {'; '.join(differing)}")
+        device = self.device
+        self.drone = DroneState(**{name: part.to(device, copy=True) for name, part in state["drone"].items()})
+        self.task = Task(**{name: part.to(device, copy=True) for name, part in state["task"].items()})
+        self.progress = Progress(**{name: part.to(device, copy=True) for name, part in state["progress"].items()})
+        self.obstacles.load_state_dict(state["obstacles"])
+        self._starts.set_state(state["generators"]["starts"].cpu())
+        self._ways.set_state(state["generators"]["ways"].cpu())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle, and copy, as what it was made of and where it is now: compiled code is made again."""
+        return _restore, (self.config, str(self.device), self.boxes, self.state_dict())
+
+    def _compiled(self, function: Callable[P, R], *, dynamic: bool = False) -> Callable[P, R]:
+        return maybe_compiled(function, self.config.compile, self.config.num_envs, dynamic=dynamic)
+
+    def _make_scan(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return the quicker way to scan: visiting little on a CPU, fixed shapes on an accelerator."""
+        if self.device.type != "cpu":
+            return self._compiled(self.lidar.scan_dense)
+        cut = self._compiled(self.lidar.cut, dynamic=True) if len(self.boxes) else None
+        return lambda position, heading: self.lidar.scan(position, heading, cut)
+
+    def _new_episodes(self, rows: torch.Tensor, *, whole: bool) -> tuple[Task, Progress]:
+        count, config = len(rows), self.config
+        draws = torch.rand(2, 2, count, generator=self._starts)
+        if config.start == "line":
+            start, goal = _line_tasks(config, rows.cpu())
+        else:
+            start, goal = _border_positions(draws, config.start_half_extent_m)
+        start, goal = start.to(self.device), goal.to(self.device)
+        deadline = torch.full_like(rows, config.max_episode_length)
+        if whole and config.random_clocks:
+            passed = torch.rand(count, generator=self._starts) * config.max_episode_length
+            deadline = deadline - passed.long().to(self.device)
+        zero = torch.zeros_like(start[:, 0])
+        progress = Progress(torch.zeros_like(rows), deadline, zero, torch.zeros_like(rows, dtype=torch.bool))
+        return Task(start, goal, heading_between(start, goal)), progress
+
+    def _look(self, drone: DroneState, task: Task) -> Observation:
+        distances = self.lidar.scan(drone.position_m, task.heading)
+        table = ObstacleTable.of(self.obstacles)
+        return observe(drone.position_m, drone.velocity_m_s, task, distances, table, self.lidar.range_m)[0]
+
+
+def _restore(config: NavigationConfig, device: str, boxes: StaticMap, state: Mapping[str, Any]) -> Simulation:
+    simulation = Simulation(config, device, boxes)
+    simulation.load_state_dict(state)
+    return simulation
+
+
+def _make_fly(config: NavigationConfig) -> Callable[[DroneState, torch.Tensor, torch.Tensor], DroneState]:
+    dynamics = make_dynamics(config)
+
+    def fly(drone: DroneState, command_m_s: torch.Tensor, heading: torch.Tensor) -> DroneState:
+        return dynamics.step(drone, to_world_frame(command_m_s, heading), heading)
+
+    return fly
+
+
+def _perceive(
+    position: torch.Tensor,
+    velocity: torch.Tensor,
+    previous_velocity: torch.Tensor,
+    task: Task,
+    distances: torch.Tensor,
+    obstacles: ObstacleTable,
+    range_m: float,
+) -> tuple[Observation, Verdict]:
+    """Observe and judge, as one function to compile."""
+    observation, nearby = observe(position, velocity, task, distances, obstacles, range_m)
+    return observation, judge(position, velocity, previous_velocity, task, distances, nearby, range_m)
+
+
+def _border_positions(draws: torch.Tensor, half_extent_m: float) -> torch.Tensor:
+    """Return places on the border of a square, ``[..., 3]``, from numbers in [0, 1): where along it, and how high."""
+    around = draws[0] * 4
+    side = around.floor()
+    along = ((around - side) * 2 - 1) * half_extent_m
+    edge = torch.where(side % 2 == 0, half_extent_m, -half_extent_m)
+    lowest, highest = START_HEIGHTS_M
+    z = lowest + (highest - lowest) * draws[1]
+    return torch.stack([torch.where(side < 2, edge, along), torch.where(side < 2, along, edge), z], -1)
+
+
+def _line_tasks(config: NavigationConfig, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return starts side by side along the edge at greatest y, and goals straight across the field."""
+    x = torch.linspace(-1.0, 1.0, config.num_envs) if config.num_envs > 1 else torch.zeros(1)
+    x = (x * (LINE_HALF_WIDTH_M / 20.0 * config.map_half_extent_m))[rows]
+    y, z = torch.full_like(x, config.start_half_extent_m), torch.full_like(x, LINE_HEIGHT_M)
+    return torch.stack([x, y, z], 1), torch.stack([x, -y, z], 1)
+
+
+def _replace_rows(old: Any, rows: torch.Tensor, new: Any) -> list[torch.Tensor]:
+    """Return tensors with some rows replaced; the old ones stay as they are."""
+    return [before.index_copy(0, rows, after) for before, after in zip(old, new, strict=True)]
+
+
+def _differences(mine: Any, other: Any, path: str = "state") -> list[str]:
+    """Return in words where another nested state lacks something of mine or has another shape."""
+    if isinstance(mine, Mapping):
+        if not isinstance(other, Mapping) or set(mine) != set(other):
+            return [f"{path} should hold {', '.join(sorted(mine))}"]
+        return [line for key in mine for line in _differences(mine[key], other[key], f"{path}.{key}")]
+    if isinstance(mine, torch.Tensor) and getattr(other, "shape", None) != mine.shape:
+        return [f"{path} has the shape {tuple(getattr(other, 'shape', ()))}, expected {tuple(mine.shape)}"]
+    return []
