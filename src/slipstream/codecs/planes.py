@@ -13,6 +13,7 @@ A float is sign, exponent and mantissa. Its exponent is nearly free, its mantiss
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -130,15 +131,42 @@ def _pack_block(words: Words, rotate: bool, squeeze: bool, level: int, pieces: l
     pieces.append(_BLOCK_HEADER.pack(flags, base, shift))
     if flags & _SPARSE:
         _add_plane(np.packbits(mask), level, pieces)
-    if width == 1:
-        _add_plane(words, level, pieces)
-        return
-    plane = scratch("plane", words.size, _BYTES)
-    shifted = scratch("carry", words.size, words.dtype)
-    for index in range(width):
-        np.right_shift(words, 8 * index, out=shifted)
-        np.copyto(plane, shifted, casting="unsafe")
+    for plane in _split(words):
         _add_plane(plane, level, pieces)
+
+
+def _split(words: Words) -> Iterator[NDArray[np.uint8]]:
+    """Yield the byte planes of words, least significant first; each is good until the next.
+
+    Words are halved until they are bytes: converting to the next narrower type is twice as fast as to bytes at once.
+    """
+    width = words.dtype.itemsize
+    if width == 1:
+        yield words
+        return
+    half = scratch(f"half {width}", words.size, np.dtype(f"u{width // 2}"))
+    np.copyto(half, words, casting="unsafe")
+    yield from _split(half)
+    shifted = scratch(f"upper {width}", words.size, words.dtype)
+    np.right_shift(words, 4 * width, out=shifted)
+    np.copyto(half, shifted, casting="unsafe")
+    yield from _split(half)
+
+
+def _join(planes: list[NDArray[np.uint8]], out: Words) -> None:
+    """Undo `_split`; a plane of one byte stands for one of as many bytes as there are words."""
+    width = out.dtype.itemsize
+    if width == 1:
+        out[:] = planes[0]
+        return
+    half = scratch(f"half {width}", out.size, np.dtype(f"u{width // 2}"))
+    lower = scratch(f"upper {width}", out.size, out.dtype)
+    _join(planes[width // 2 :], half)
+    np.copyto(out, half)
+    np.left_shift(out, 4 * width, out=out)
+    _join(planes[: width // 2], half)
+    np.copyto(lower, half)
+    np.bitwise_or(out, lower, out=out)
 
 
 def _add_plane(plane: NDArray[np.uint8], level: int, pieces: list[bytes]) -> None:
@@ -180,9 +208,11 @@ def _unpack_block(payload: memoryview, position: int, out: Words) -> int:
         bits, end = _next_plane(payload, end, -(-out.size // 8))
         mask = np.unpackbits(np.broadcast_to(bits, -(-out.size // 8)), count=out.size).view(np.bool_)
         words = scratch("work", int(np.count_nonzero(mask)), out.dtype)
-    columns = words.view(np.uint8).reshape(-1, width)
-    for index in range(width):
-        columns[:, index], end = _next_plane(payload, end, words.size)
+    planes: list[NDArray[np.uint8]] = []
+    for _ in range(width):
+        plane, end = _next_plane(payload, end, words.size)
+        planes.append(plane)
+    _join(planes, words)
     _restore(words, flags, base, shift)
     if flags & _SPARSE:
         out.fill(0)
