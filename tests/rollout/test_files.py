@@ -147,6 +147,26 @@ def test_a_layout_that_lies_is_refused(tmp_path, make_rollout, change):
         load_rollout(tmp_path / "r")
 
 
+def golden_batch() -> TensorDict:
+    """Return a batch made of whole numbers and their halves, which every machine makes alike."""
+    env, step = torch.arange(8.0)[:, None, None], torch.arange(17.0)[None, :, None]
+    moving = env * 3 + step * 0.5 + torch.arange(4.0)
+    jumpy = (moving * 37 % 11) / 4 * (1 - 2 * (moving % 2))
+    content = {"moving": moving, "jumpy": jumpy, "still": torch.full((8, 17, 3), 2.5)}
+    after = {key: value[:, 1:].clone() for key, value in content.items()}
+    done = (env[..., 0] + step[:, :-1, 0]) % 13 == 12
+    for value in after.values():
+        value[done] = -1.0
+    root = {key: value[:, :-1] for key, value in content.items()}
+    flags, counts = done.unsqueeze(-1), (env * step[:, :-1]).to(torch.int64)
+    members = {"observation": root, "counts": counts, "half": (jumpy[:, :-1] / 8).bfloat16()}
+    return TensorDict({**members, "next": {"observation": after, "done": flags}}, [8, 16], names=[None, "time"])
+
+
+def test_rollouts_of_layout_version_1_load_for_ever(same):
+    same(load_rollout(Path(__file__).parents[1] / "data" / "rollout_v1.slip"), golden_batch())
+
+
 def test_what_cannot_be_saved_leaves_the_older_file_alone(tmp_path, make_rollout, same):
     batch = make_rollout()
     path = save_rollout_compressed(batch, tmp_path / "r")

@@ -202,6 +202,9 @@ def test_a_stack_whose_parts_have_different_keys_is_refused(same):
     one, other = TensorDict({"x": torch.zeros(3)}, [3]), TensorDict({"x": torch.ones(3), "y": torch.ones(3)}, [3])
     with pytest.raises(RolloutError, match="different keys: y"):
         take_apart(LazyStackedTensorDict(one, other, stack_dim=0))
+    long = TensorDict({"x": torch.zeros(3, 2)}, [3])
+    with pytest.raises(RolloutError, match="x has different shapes in different environments"):
+        take_apart(LazyStackedTensorDict(one, long, stack_dim=0))
     found = there_and_back(LazyStackedTensorDict(one, one.clone() + 1, stack_dim=0))
     assert torch.equal(found["x"], torch.stack([torch.zeros(3), torch.ones(3)]))
 

@@ -55,7 +55,7 @@ class Timewise(PlaneCodec):
         """Return the codec with the mode that packs a sample of `array` best, to encode many parts of it with."""
         if not array.size or self.mode is not None:
             return self
-        if array.dtype.itemsize == 1:  # flags and the like, which stay as they are for a while
+        if array.dtype == np.bool_:  # flags stay as they are for a while
             return dataclasses.replace(self, mode="xor")
         sample_bytes = min(_SAMPLE_BYTES, max(_SAMPLE_BYTES // 4, array.nbytes // 16))
         shape = part_shape(array.shape, array.dtype.itemsize, sample_bytes)

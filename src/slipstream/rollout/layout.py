@@ -239,8 +239,12 @@ def _walk(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
                 f"{'/'.join(key) or 'the batch'} is a stack whose parts have different keys: {', '.join(ragged[:3])} "
                 "are not in all of them"
             )
-    for name, value in node.items():
+    for name in node.keys():  # noqa: SIM118 - a TensorDict iterates over its first axis
         path = (*key, str(name))
+        try:
+            value = node.get(name)
+        except RuntimeError as error:  # a stack of different shapes
+            raise RolloutError(f"{'/'.join(path)} has different shapes in different environments ({error})") from error
         if isinstance(value, (NonTensorData, NonTensorStack)):
             raise RolloutError(f"{'/'.join(path)} is not a tensor, and cannot be stored; exclude it from the batch")
         if is_tensor_collection(value):
