@@ -334,7 +334,7 @@ class Learner:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        return loss.item()
+        return float(loss.item())
 
 
 def iteration(batch: TensorDict, epochs: int, source: Callable[[TensorDict], Any]) -> tuple[float, list[float]]:
