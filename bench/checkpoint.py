@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import datetime as dt
 import gc
 import importlib
 import importlib.metadata
@@ -31,7 +30,6 @@ import io
 import itertools
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -54,7 +52,7 @@ import numpy as np
 import torch
 import zstandard
 from numpy.typing import NDArray
-from page import write_section
+from page import machine, write_section
 
 from slipstream.checkpoint import AsyncCheckpointSaver, CheckpointManager, load_checkpoint, write_native
 
@@ -834,20 +832,6 @@ def chains_table(distances: tuple[int, ...], folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def machine() -> str:
-    """Name the machine, the versions and the day."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    versions = []
-    for name in ("numpy", "torch", *PEERS):
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    today = dt.datetime.now(dt.UTC).date()
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, {', '.join(versions)}; {today}."
-
-
 def run(folder: Path, *, quick: bool) -> str:
     """Measure everything and return the section of the page."""
     size = QUICK if quick else FULL
@@ -859,7 +843,12 @@ def run(folder: Path, *, quick: bool) -> str:
     raw_bytes = sum(tensor.nbytes for tensor in flat(state).values())
     start = folder / "start.pt"
     torch.save(state, start)
-    sections = [machine(), "", savers_table(start, folder, raw_bytes, size), sizes_table(state, folder)]
+    sections = [
+        machine(("numpy", "torch", *PEERS)),
+        "",
+        savers_table(start, folder, raw_bytes, size),
+        sizes_table(state, folder),
+    ]
     sections.append(chains_table(size.chains, folder))
     return "\n".join(sections)
 

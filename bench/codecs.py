@@ -11,12 +11,9 @@ an error. A peer that is not installed is left out, and named.
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import functools
-import importlib.metadata
 import itertools
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +27,7 @@ import numpy as np
 import torch
 import zstandard
 from numpy.typing import NDArray
-from page import write_section
+from page import machine, write_section
 
 from slipstream.codecs import Auto, Codec, Lz4, Planes, Timewise
 
@@ -239,25 +236,11 @@ def table(title: str, array: Array, contenders: list[Contender], repetitions: in
     return "\n".join(lines) + "\n"
 
 
-def machine() -> str:
-    """Name the machine, the versions and the day."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    versions = []
-    for name in ("numpy", *PEERS):
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    today = dt.datetime.now(dt.UTC).date()
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, {', '.join(versions)}; {today}."
-
-
 def run(*, quick: bool) -> str:
     """Measure everything and return the section of the page."""
     repetitions = 3 if quick else 7
     floats = available(blosc2, pcodec, zipnn, openzl)
-    sections = [machine(), ""]
+    sections = [machine(("numpy", *PEERS)), ""]
     for title, array in trained_state(100 if quick else 400).items():
         sections.append(table(title, array, [ours(Planes()), *byte_peers(), *floats], repetitions))
     lidar = lidar_rollout(128 if quick else 512)

@@ -15,7 +15,6 @@ what the batch takes. Whatever does not give back the same bits is an error. A p
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import functools
 import importlib
 import importlib.metadata
@@ -23,7 +22,6 @@ import io
 import multiprocessing
 import os
 import pickle
-import platform
 import resource
 import tempfile
 import time
@@ -40,7 +38,7 @@ import numpy as np
 import torch
 import zstandard
 from numpy.typing import NDArray
-from page import write_section
+from page import machine, write_section
 from tensordict import TensorDict
 
 from slipstream import CompressedTensorDict, NavigationConfig, NavigationEnv, RolloutStorage, load_rollout
@@ -392,27 +390,10 @@ def plans(batch: TensorDict, *, quick: bool) -> str:
     )
 
 
-def machine() -> str:
-    """Return what the numbers were measured on."""
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
-    versions = [f"torch {torch.__version__}", f"numpy {np.__version__}"]
-    for peer in PEERS:
-        try:
-            versions.append(f"{peer} {importlib.metadata.version(peer)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    today = dt.datetime.now(tz=dt.UTC).date()
-    cores = len(os.sched_getaffinity(0))
-    return f"{model}, {cores} cores, Python {platform.python_version()}, {', '.join(versions)}; {today}."
-
-
 def run(*, quick: bool) -> str:
     """Measure everything and return the report."""
     left_out: list[str] = []
-    parts = [machine()]
+    parts = [machine(("numpy", "torch", *PEERS))]
     settings = [("faithful", fly, 640), ("faithful", wander, 640), ("quick", fly, 128), ("quick", wander, 128)]
     batch = None
     for preset, policy, warm_up in settings[2:3] if quick else settings:
