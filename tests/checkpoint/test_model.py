@@ -27,7 +27,7 @@ def test_a_model_size_counts_true_dtypes_buffers_and_shared_weights_once():
     size = get_model_size(model)
     assert (size["total_params"], size["trainable_params"]) == (10_000, 10_000)
     assert size["size_mb"] == (10_000 * 2 + (1 << 18) * 2) / 2**20
-    model[0].weight.requires_grad_(False)  # noqa: FBT003
+    model[0].weight.requires_grad_(False)
     assert get_model_size(model)["trainable_params"] == 0
 
 

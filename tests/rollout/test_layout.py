@@ -209,6 +209,14 @@ def test_a_stack_whose_parts_have_different_keys_is_refused(same):
     assert torch.equal(found["x"], torch.stack([torch.zeros(3), torch.ones(3)]))
 
 
+@pytest.mark.parametrize("mask", [torch.zeros(40), torch.zeros(40, 19), torch.zeros(40, 1, 1, dtype=torch.bool)])
+def test_a_mask_that_is_none_is_damage(make_rollout, mask):
+    taken = take_apart(make_rollout(40, 20))
+    taken.arrays["exceptions"] = mask.numpy()
+    with pytest.raises(CorruptFileError, match="a mask of exceptions is"):
+        put_together(taken.layout, lambda name, rows: taken.arrays[name])
+
+
 @pytest.mark.parametrize("name", ["agents/observation/state", "exceptions", "next/agents/observation/state"])
 def test_arrays_that_do_not_fit_the_layout_are_damage(make_rollout, name):
     taken = take_apart(make_rollout(40, 20))

@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from slipstream import __version__
-from slipstream.cli import ckpt
+from slipstream.cli import advise, ckpt, rollout
 
 app = typer.Typer(
     help="The data plane of a robot-learning training loop.",
@@ -23,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(ckpt.app, name="ckpt")
+app.add_typer(rollout.app, name="rollout")
+app.command(epilog=f"Example: {advise.EXAMPLE}")(advise.advise)
 
 FileArgument = Annotated[Path, typer.Argument(help="A file that Slipstream wrote.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]

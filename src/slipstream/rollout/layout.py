@@ -138,15 +138,29 @@ class Layout:
         try:
             sizes, (time_dim,) = _sizes(node["batch_size"]), _sizes([node["time_dim"]])
             sizes[time_dim]  # raises if there is no such axis
-            return cls(
+            layout = cls(
                 sizes,
                 time_dim,
                 tuple(name if name is None else str(name) for name in node["names"]),
                 tuple(_read_field(item) for item in node["fields"]),
                 tuple((tuple(map(str, key)), _sizes(size), int(position)) for key, size, position in node["nodes"]),
             )
+            _check_keys(layout)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CorruptFileError(f"says of its rollout what no writer writes ({error})") from error
+        return layout
+
+
+def _check_keys(layout: Layout) -> None:
+    """Raise `ValueError` unless the keys of a layout make a tree, and its nested ones and names fit the batch."""
+    tensors, nodes = [item.key for item in layout.fields], [key for key, _, _ in layout.nodes]
+    above = {key[:depth] for key in (*tensors, *nodes) for depth in range(1, len(key))}
+    if len({*tensors, *nodes}) < len(tensors) + len(nodes) or above & set(tensors) or () in nodes:
+        raise ValueError("two of its keys are one, or one is below a tensor")
+    if any(size[: len(layout.batch_size)] != layout.batch_size for _, size, _ in layout.nodes):
+        raise ValueError("a nested batch size does not begin with that of the batch")
+    if len(layout.names) not in (0, len(layout.batch_size)):
+        raise ValueError(f"{len(layout.names)} names for {len(layout.batch_size)} axes")
 
 
 def _sizes(node: Any) -> tuple[int, ...]:
@@ -433,9 +447,9 @@ def _patch(
     read: Callable[[slice], NDArray[Any]],
 ) -> None:
     """Put the exceptions of ``next`` where they belong in a part of it."""
+    if mask.dtype != np.bool_ or mask.ndim != 2 or len(mask) < envs[1]:
+        raise CorruptFileError(f"a mask of exceptions is {mask.dtype}{list(mask.shape)}")
     before = np.concatenate(([0], np.cumsum(mask.sum(axis=1))))
-    if envs[1] >= len(before):
-        raise CorruptFileError(f"the mask of exceptions is for {len(before) - 1} environments")
     env, step = np.nonzero(mask[envs[0] : envs[1]])
     if not env.size:
         return

@@ -1,0 +1,108 @@
+"""Which tensors of a rollout are the observations, actions, rewards and ends of episodes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.cli.rollout.index import Key, RolloutIndex, find_keys
+from slipstream.errors import SlipstreamError
+
+NEXT = "next"
+MASK = ("collector", "mask")  # where TorchRL says which steps are padding
+_DEFAULTS = {
+    "observation": ("agents/observation", "observation"),
+    "action": ("agents/action", "action"),
+    "reward": ("next/agents/reward", "next/reward"),
+    "terminated": ("next/terminated",),
+    "truncated": ("next/truncated",),
+    "done": ("next/done",),
+}
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which tensors of a rollout are what, by their place in an episode.
+
+    Attributes:
+        observation: Name within an episode, and key, of each observation.
+        action: The same of each action.
+        flags: Keys of the reward and, as far as there are any, of ``terminated``, ``truncated`` and ``done``.
+        mask: Key of what tells steps from padding, if there is any.
+        time_axis: Which axis is time, if the environments are not chosen.
+    """
+
+    observation: dict[Key, Key]
+    action: dict[Key, Key]
+    flags: dict[str, Key]
+    mask: Key | None
+    time_axis: int
+
+    @property
+    def keys(self) -> list[Key]:
+        """Everything that has to be read."""
+        after = [(NEXT, *key) for key in self.observation.values()]
+        mask = [self.mask] if self.mask else []
+        return list(
+            dict.fromkeys(
+                [*self.observation.values(), *after, *self.action.values(), *self.flags.values(), *mask],
+            )
+        )
+
+
+def find_roles(index: RolloutIndex, **said: Any) -> Roles:
+    """Return which tensors are observations, actions, rewards and ends, as `said` or by the names that TorchRL uses.
+
+    Raises:
+        SlipstreamError: If there is none for one of them.
+    """
+    flags = {}
+    for role in ("reward", "terminated", "truncated", "done"):
+        found = _find(index, role, said[role] and [said[role]])
+        if found:
+            flags[role] = _single(index, role, found)
+    missing = {"reward": "reward" not in flags, "done": not flags.keys() & {"terminated", "truncated", "done"}}
+    observation, action = (_find(index, role, said[role]) for role in ("observation", "action"))
+    missing |= {"observation": not observation, "action": not action}
+    for role in (role for role, absent in missing.items() if absent):
+        raise SlipstreamError(
+            f"{index.file}: has no {' or '.join(_DEFAULTS[role])} for the {role} of an episode; --{role} names another"
+        )
+    known = {tensor.key for tensor in index.tensors}
+    for key in observation.values():
+        if (NEXT, *key) not in known:
+            raise SlipstreamError(
+                f"{index.file}: has no {'/'.join((NEXT, *key))}, and an episode needs what its last step led to"
+            )
+    mask = _single(index, "mask", {(): MASK}) if MASK in known else None
+    return Roles(observation, action, flags, mask, index.time_dim)
+
+
+def _find(index: RolloutIndex, role: str, said: list[str] | None) -> dict[Key, Key]:
+    """Return the keys of a role, by their names within an episode: the only tensor has none, ``()``."""
+    if said:
+        keys = find_keys(index, said)
+        above = tuple(said[0].split("/")) if len(said) == 1 else ()
+    else:
+        text = next((text for text in _DEFAULTS[role] if index.under(text)), None)
+        if text is None:
+            return {}
+        keys, above = [tensor.key for tensor in index.under(text)], tuple(text.split("/"))
+    if any(key[: len(above)] != above for key in keys):  # several, with commas
+        above = ()
+    return {key[len(above) :]: key for key in keys}
+
+
+def _single(index: RolloutIndex, role: str, found: dict[Key, Key]) -> Key:
+    """Return the only key of a role that takes one value per step."""
+    keys = list(found.values())
+    shapes = {tensor.key: tensor.shape for tensor in index.tensors}
+    if len(keys) > 1:
+        raise SlipstreamError(f"{index.file}: {len(keys)} keys for the {role}, expected one: --{role} names it")
+    if math.prod(shapes[keys[0]]) != 1:
+        raise SlipstreamError(
+            f"{index.file}: {'/'.join(keys[0])} is of shape {list(shapes[keys[0]])} per step, "
+            f"and the {role} of an episode is one value"
+        )
+    return keys[0]

@@ -1,0 +1,156 @@
+"""``slipstream rollout verify``: every byte of rollouts against its checksum, and their layout against their arrays."""
+# ruff: noqa: PLC0415 - keeps --help quick
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.ckpt.options import JsonOption
+from slipstream.cli.ckpt.reading import one_line, reading
+from slipstream.cli.rollout.paths import PATTERN, find_rollouts
+from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.cli.rollout.index import RolloutIndex
+    from slipstream.store import Container
+
+
+def verify(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="PATH...", help=f"Rollouts, folders of {PATTERN}, or of runs.", show_default=False),
+    ],
+    *,
+    json: JsonOption = False,
+) -> None:
+    """Compare every byte with its checksum, and the layout with the arrays; exits with 1 if anything is damaged."""
+    from slipstream.cli.output import count, print_json, print_lines
+
+    verdicts: list[_Verdict] = []
+    for verdict in _verify_all(paths):
+        verdicts.append(verdict)
+        if not json:
+            print_lines(*verdict.problems, verdict.sentence())
+    damaged = sum(bool(verdict.problems) for verdict in verdicts)
+    if json:
+        print_json({"sound": not damaged, "files": [verdict.document() for verdict in verdicts]})
+    elif len(verdicts) > 1:
+        print_lines(f"{damaged} of {count(len(verdicts), 'rollout')} damaged")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@dataclass
+class _Verdict:
+    """What became of checking one file."""
+
+    file: Path
+    chunks: int = 0
+    keys: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def document(self) -> dict[str, Any]:
+        return {"file": str(self.file), "keys": self.keys, "chunks": self.chunks, "problems": self.problems}
+
+    def sentence(self) -> str:
+        if self.problems:
+            return f"{self.file}: damaged"
+        return f"{self.file}: sound, all {self.chunks} chunks match, and the {self.keys} keys fit them"
+
+
+def _verify_all(paths: list[Path]) -> Iterator[_Verdict]:
+    """Check every rollout; what cannot be one is said before the work begins."""
+    files: list[Path] = []
+    for path in paths:
+        found = find_rollouts(path)
+        if not path.is_dir():
+            _check_kind(path)
+        files += [file for file in found if file not in files]
+    for number, file in enumerate(files, 1):
+        with one_line(file):
+            yield _verify(file, f"checking {number} of {len(files)}")
+
+
+def _check_kind(file: Path) -> None:
+    """Raise if a file is something else that Slipstream wrote; a damaged one may be a rollout."""
+    from slipstream.cli.rollout.index import read_index
+
+    try:
+        read_index(file)
+    except (CorruptFileError, FormatVersionError):
+        return
+
+
+def _verify(file: Path, label: str) -> _Verdict:
+    from slipstream.cli.rollout.index import NotARolloutError, index_of
+    from slipstream.store import Container
+
+    verdict = _Verdict(file)
+    try:
+        with reading(file), Container(file) as container:
+            damaged = dict(_damage(container, label))
+            verdict.chunks = sum(len(entry.chunks) for entry in container.entries.values())
+            try:
+                index = index_of(container)
+            except SlipstreamError:
+                verdict.problems += [problem for problems in damaged.values() for problem in problems]
+                raise
+            verdict.keys = len(index.tensors)
+            verdict.problems += _named(index, damaged)
+            verdict.problems += _miscounts(container, index, set(damaged))
+    except (CorruptFileError, FormatVersionError, NotARolloutError) as error:
+        verdict.problems.append(str(error))
+    except FileNotFoundError:
+        verdict.problems.append(f"{file}: was deleted meanwhile")
+    return verdict
+
+
+def _damage(container: Container, label: str) -> Iterator[tuple[str, list[str]]]:
+    """Read every chunk; yield the arrays that are damaged, and how."""
+    from rich.progress import track
+
+    from slipstream.cli.output import console
+
+    names = [entry.name for entry in container.entries.values() for _ in entry.chunks]
+    found: dict[str, list[str]] = {}
+    progress = console(stderr=True)
+    outcomes = track(
+        container.find_damage(),
+        label,
+        len(names),
+        console=progress,
+        transient=True,
+        disable=not progress.is_terminal,
+    )
+    for name, error in zip(names, outcomes, strict=True):
+        if error is not None:
+            found.setdefault(name, []).append(str(error))
+    yield from found.items()
+
+
+def _named(index: RolloutIndex, damaged: dict[str, list[str]]) -> Iterator[str]:
+    """Say of each damage which keys it makes unreadable."""
+    for name, problems in damaged.items():
+        keys = [tensor.name for tensor in index.tensors if any(entry.name == name for entry in tensor.entries)]
+        lost = f"; lost with it: {', '.join(keys)}" if keys else ""
+        yield from (f"{problem}{lost}" for problem in problems)
+
+
+def _miscounts(container: Container, index: RolloutIndex, damaged: set[str]) -> Iterator[str]:
+    """Say where a mask of exceptions has not as many as there are values for them."""
+    counts: dict[str, int] = {}
+    for tensor in index.tensors:
+        if tensor.mask is None or tensor.mask.name in damaged:
+            continue
+        if tensor.mask.name not in counts:
+            counts[tensor.mask.name] = int(container.read(tensor.mask.name).sum())
+        if counts[tensor.mask.name] != tensor.exceptions:
+            yield (
+                f"{container.path}: {tensor.name} has {counts[tensor.mask.name]} exceptions, "
+                f"and values for {tensor.exceptions}"
+            )
