@@ -20,6 +20,7 @@ LAYERS = [
     {"tensors", "tree"},
     {"checkpoint", "rollout"},
     {"collect"},
+    {"train"},
     {"cli", "__main__"},
 ]
 TORCH_FREE = ("errors", "codecs", "store", "cli")
