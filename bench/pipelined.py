@@ -106,8 +106,8 @@ def make_policy() -> Any:
     )
 
 
-def make_trainer(policy: Any) -> Callable[[float], int]:
-    """Return a function that trains for about so many seconds, and says how many steps that was."""
+def make_trainer(policy: Any) -> Any:
+    """Return a function that trains for so many seconds or steps, and says how many steps that was."""
     critic = nn.Sequential(nn.Linear(FEATURES, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1))
     optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()], lr=1e-5)
     sample = torch.randn(256, FEATURES)
@@ -135,7 +135,7 @@ class Case:
         self.simulator = simulator
         self.num_envs = num_envs
         self.policy = make_policy()
-        self.train: Any = make_trainer(self.policy)
+        self.train = make_trainer(self.policy)
         self.train(steps=5)
         self.num_steps = 0
         self.num_steps = self.train(seconds=self.time_loop(0, "shared"))

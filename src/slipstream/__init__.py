@@ -40,14 +40,15 @@ if TYPE_CHECKING:
     from slipstream.errors import WriteError as WriteError
     from slipstream.nav.config import NavigationConfig as NavigationConfig
     from slipstream.nav.env import NavigationEnv as NavigationEnv
-    from slipstream.rollout.advise import Advice as Advice
-    from slipstream.rollout.advise import advise as advise
+    from slipstream.rollout.advice import Advice as Advice
+    from slipstream.rollout.advice import advise as advise
     from slipstream.rollout.compressed import CompressedTensorDict as CompressedTensorDict
     from slipstream.rollout.files import load_rollout as load_rollout
     from slipstream.rollout.files import save_rollout_compressed as save_rollout_compressed
     from slipstream.rollout.storage import RolloutStorage as RolloutStorage
     from slipstream.store.container import Container as Container
     from slipstream.store.container import write_container as write_container
+    from slipstream.train.performance import PerformanceMonitor as PerformanceMonitor
 
 __version__ = "0.1.0"
 
@@ -79,11 +80,12 @@ _HOMES = {
     ),
     "slipstream.nav.config": ("NavigationConfig",),
     "slipstream.nav.env": ("NavigationEnv",),
-    "slipstream.rollout.advise": ("Advice", "advise"),
+    "slipstream.rollout.advice": ("Advice", "advise"),
     "slipstream.rollout.compressed": ("CompressedTensorDict",),
     "slipstream.rollout.files": ("load_rollout", "save_rollout_compressed"),
     "slipstream.rollout.storage": ("RolloutStorage",),
     "slipstream.store.container": ("Container", "write_container"),
+    "slipstream.train.performance": ("PerformanceMonitor",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
