@@ -1,15 +1,17 @@
-"""When collecting beside training pays: three kinds of simulator, one after the other and pipelined.
+"""When collecting beside training pays: four kinds of simulator, one after the other and pipelined.
 
     python bench/pipelined.py                                               # print the tables
     python bench/pipelined.py --write docs/guides/pipelined-collection.md   # and put them into the page
 
 Each case is calibrated so that collecting a batch and training on it take about as long, which is where pipelining can
-gain most: at best half of the time. Torch runs with one thread, so that collecting and training have a core each. The
-three kinds differ in who holds Python's lock while a step is computed:
+gain most: at best half of the time. Torch runs with one thread, so that collecting and training have a core each, if
+the machine has one to spare: on a shared one the ratios scatter, so each is shown with its range over the rounds. The
+kinds differ in who holds Python's lock while a step is computed:
 
 * elsewhere: the step is computed in another process or on a GPU; this one waits (here: sleeps).
 * large tensors: a few operators on large tensors, which release the lock.
 * small tensors: many operators on small tensors, which are Python for the most part.
+* Python: no operators at all; the lock is held throughout.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -37,8 +40,8 @@ from torchrl.envs import EnvBase
 from slipstream import PipelinedDataCollector
 
 STEPS = 8
-BATCHES = 5
-ROUNDS = 2
+BATCHES = 4
+ROUNDS = 3
 FEATURES = 16
 Simulator = Callable[[torch.Tensor], None]
 
@@ -60,6 +63,13 @@ def small_tensors(observation: torch.Tensor) -> None:
     row = observation[0]
     for _ in range(300):
         row = (row * 0.5 + 0.1).clamp(0, 1)
+
+
+def plain_python(_: torch.Tensor) -> None:
+    """Hold the lock."""
+    total = 0
+    for number in range(100_000):
+        total += number
 
 
 class BenchEnv(EnvBase):  # type: ignore[misc, unused-ignore]
@@ -172,17 +182,23 @@ class Case:
 
     def measure(self) -> dict[str, float]:
         """Return seconds per batch: collecting alone, training alone, one after the other, and pipelined."""
-        rounds = [self._measure_once() for _ in range(ROUNDS)]
-        # Whatever else runs on the machine only ever adds time.
-        return {name: min(seconds[name] for seconds in rounds) for name in rounds[0]}
-
-    def _measure_once(self) -> dict[str, float]:
         seconds = {"collect": self.time_loop(0, "shared"), "train": self.time_training()}
         seconds["serial"] = self.time_loop(0, "shared", train=True)
         for rng in ("shared", "policy", "all"):
             seconds[f"collect, {rng}"] = self.time_loop(1, rng)
             seconds[f"pipelined, {rng}"] = self.time_loop(1, rng, train=True)
         return seconds
+
+
+def ratios_of(seconds: dict[str, float]) -> list[float]:
+    """Return one round's columns."""
+    serial, alone = seconds["serial"], seconds["collect, shared"]
+    return [
+        seconds["collect"] / seconds["train"],
+        max(seconds["collect"], seconds["train"]) / serial,
+        *(seconds[f"pipelined, {rng}"] / serial for rng in ("shared", "policy", "all")),
+        *(seconds[f"collect, {rng}"] / alone for rng in ("policy", "all")),
+    ]
 
 
 def report() -> str:
@@ -197,20 +213,18 @@ def report() -> str:
         ("elsewhere", elsewhere, 64),
         ("with large tensors", large_tensors, 256),
         ("with small tensors", small_tensors, 16),
+        ("in Python", plain_python, 16),
     ):
-        seconds = Case(simulator, num_envs).measure()
-        serial, alone = seconds["serial"], seconds["collect, shared"]
-        cells = [
-            f"{seconds['collect'] / seconds['train']:.2f}",
-            f"{max(seconds['collect'], seconds['train']) / serial:.2f}",
-            *(f"{seconds[f'pipelined, {rng}'] / serial:.2f}" for rng in ("shared", "policy", "all")),
-            *(f"{seconds[f'collect, {rng}'] / alone:.2f}" for rng in ("policy", "all")),
-        ]
+        case = Case(simulator, num_envs)
+        columns = zip(*(ratios_of(case.measure()) for _ in range(ROUNDS)), strict=True)
+        cells = [f"{statistics.median(column):.2f} ({min(column):.2f}-{max(column):.2f})" for column in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}, one torch thread"
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg()[:2])
     note = (
-        f"Time per batch on {machine}, the best of {ROUNDS} times {BATCHES} batches. Columns 3 to 6 are ratios to one "
-        "after the other in the same run (less is better, 1 is no gain), columns 7 and 8 to `rng=shared`."
+        f"Time per batch on {machine}: median and range of {ROUNDS} rounds of {BATCHES} batches; load of the machine "
+        f"{load}. Columns 3 to 6 are ratios to one after the other in the same round (less is better, 1 is no gain), "
+        "columns 7 and 8 to `rng=shared`."
     )
     return "\n".join([note, "", *lines, ""])
 
