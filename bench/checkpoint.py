@@ -84,7 +84,7 @@ class Size:
 
 
 SMALL = (512, 960, 960, 960, 960, 256)
-FULL = Size((1024, 2048, 2048, 2048, 2048, 512), 2, 128, 60, 5, 4, (1, 10, 100))
+FULL = Size((1024, 2048, 2048, 2048, 2048, 512), 2, 128, 60, 4, 3, (1, 10, 100))
 QUICK = Size(SMALL, 3, 512, 60, 2, 2, (1, 10))
 
 
@@ -724,12 +724,14 @@ def measure_apart(name: str, size: Size, start: Path, folder: Path) -> Measured:
     raise RuntimeError(answered)
 
 
-def savers_table(start: Path, folder: Path, raw_bytes: int, size: Size) -> str:
+def savers_table(start: Path, folder: Path, raw_bytes: int, size: Size, only: list[str] | None) -> str:
     """Measure all savers and return a Markdown table; ours first, then by time lost."""
     rows: list[tuple[str, Measured]] = []
     left_out: list[str] = []
     noise: Measured | None = None
     for key, kind in CONTENDERS.items():
+        if only is not None and key not in only:
+            continue
         print(f"measuring {kind.name}", file=sys.stderr)
         try:
             measured = measure_apart(key, size, start, folder / key)
@@ -832,8 +834,8 @@ def chains_table(distances: tuple[int, ...], folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(folder: Path, *, quick: bool) -> str:
-    """Measure everything and return the section of the page."""
+def run(folder: Path, *, quick: bool, only: list[str] | None = None) -> str:
+    """Measure everything, or only these savers, and return the section of the page."""
     size = QUICK if quick else FULL
     torch.set_num_threads(THREADS)
     training = Training(size)
@@ -843,12 +845,10 @@ def run(folder: Path, *, quick: bool) -> str:
     raw_bytes = sum(tensor.nbytes for tensor in flat(state).values())
     start = folder / "start.pt"
     torch.save(state, start)
-    sections = [
-        machine(("numpy", "torch", *PEERS)),
-        "",
-        savers_table(start, folder, raw_bytes, size),
-        sizes_table(state, folder),
-    ]
+    sections = [machine(("numpy", "torch", *PEERS)), "", savers_table(start, folder, raw_bytes, size, only)]
+    if only is not None:
+        return "\n".join(sections)
+    sections.append(sizes_table(state, folder))
     sections.append(chains_table(size.chains, folder))
     return "\n".join(sections)
 
@@ -861,11 +861,14 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page, between its markers")
     parser.add_argument("--folder", type=Path, help="where to save; by default the system's folder for temporary files")
+    parser.add_argument(
+        "--only", nargs="+", choices=CONTENDERS, metavar="SAVER", help=f"these savers only: {', '.join(CONTENDERS)}"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="slipstream-bench-") as folder:
-        report = run(Path(folder), quick=arguments.quick)
+        report = run(Path(folder), quick=arguments.quick, only=arguments.only)
     print(report)
-    if arguments.write:
+    if arguments.write and not arguments.only:
         write_section(arguments.write, "checkpoint", report)
 
 

@@ -15,7 +15,7 @@ SOURCE = Path(slipstream.__file__).parent
 # From the bottom up: a module may import from its own line and from the lines before it.
 LAYERS = [
     {"errors"},
-    {"codecs", "nav"},
+    {"codecs", "nav", "rl"},
     {"store"},
     {"tensors", "tree"},
     {"checkpoint", "rollout"},

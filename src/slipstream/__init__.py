@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from slipstream.errors import FormatVersionError as FormatVersionError
     from slipstream.errors import JobSkippedError as JobSkippedError
     from slipstream.errors import MissingEntryError as MissingEntryError
+    from slipstream.errors import NonFiniteError as NonFiniteError
     from slipstream.errors import QueueFullError as QueueFullError
     from slipstream.errors import RolloutError as RolloutError
     from slipstream.errors import SlipstreamError as SlipstreamError
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from slipstream.errors import WriteError as WriteError
     from slipstream.nav.config import NavigationConfig as NavigationConfig
     from slipstream.nav.env import NavigationEnv as NavigationEnv
+    from slipstream.rl.config import PPOConfig as PPOConfig
+    from slipstream.rl.network import NavRLPolicy as NavRLPolicy
+    from slipstream.rl.ppo import PPO as PPO
     from slipstream.rollout.advice import Advice as Advice
     from slipstream.rollout.advice import advise as advise
     from slipstream.rollout.compressed import CompressedTensorDict as CompressedTensorDict
@@ -69,6 +73,7 @@ _HOMES = {
         "FormatVersionError",
         "JobSkippedError",
         "MissingEntryError",
+        "NonFiniteError",
         "QueueFullError",
         "RolloutError",
         "SlipstreamError",
@@ -80,6 +85,9 @@ _HOMES = {
     ),
     "slipstream.nav.config": ("NavigationConfig",),
     "slipstream.nav.env": ("NavigationEnv",),
+    "slipstream.rl.config": ("PPOConfig",),
+    "slipstream.rl.network": ("NavRLPolicy",),
+    "slipstream.rl.ppo": ("PPO",),
     "slipstream.rollout.advice": ("Advice", "advise"),
     "slipstream.rollout.compressed": ("CompressedTensorDict",),
     "slipstream.rollout.files": ("load_rollout", "save_rollout_compressed"),

@@ -11,6 +11,7 @@
     ├── UnsupportedDtypeError (TypeError)     an array whose elements are not plain numbers
     ├── UnsupportedStateError (TypeError)     state that cannot be stored as data, such as an arbitrary object
     ├── StateMismatchError    (ValueError)    a checkpoint of another model; lists what differs
+    ├── NonFiniteError        (FloatingPointError) a loss, gradient or target is NaN or infinite
     ├── RolloutError          (ValueError)    a batch that is not a rollout: no time axis, time first, ragged
     ├── TornStateError        (RuntimeError)  guarded state changed while it was being copied; nothing was written
     ├── WriteError            (OSError)       a write failed; the previous file is untouched
@@ -33,6 +34,7 @@ __all__ = [
     "FormatVersionError",
     "JobSkippedError",
     "MissingEntryError",
+    "NonFiniteError",
     "QueueFullError",
     "RolloutError",
     "SlipstreamError",
@@ -81,6 +83,10 @@ class UnsupportedStateError(SlipstreamError, TypeError):
 
 class StateMismatchError(SlipstreamError, ValueError):
     """A checkpoint does not fit what it is loaded into; lists missing, unexpected and differing entries."""
+
+
+class NonFiniteError(SlipstreamError, FloatingPointError):
+    """A loss, a gradient or a target is NaN or infinite; nothing was changed by it."""
 
 
 class RolloutError(SlipstreamError, ValueError):

@@ -25,6 +25,8 @@ _SAMPLE_BYTES = 4 << 10
 _HUFFMAN_LEVEL = 0
 # A plane that shrinks by less than this is stored: decoding it would cost more than reading the bytes.
 _WORTHWHILE = 0.985
+# One that shrinks to less than this does so by repeats: symbols take an eighth of a byte at least.
+_MATCHED = 0.125
 
 _contexts = threading.local()
 
@@ -91,7 +93,9 @@ def pack_plane(plane: NDArray[np.uint8], level: int) -> tuple[int, bytes]:
         return CONSTANT, plane[:1].tobytes()
     start = max(0, (size - _SAMPLE_BYTES) // 2)
     sample = plane[start : start + _SAMPLE_BYTES]
-    trials = {trial: compress_zstd(sample, trial) for trial in (_HUFFMAN_LEVEL, level)} if size else {}
+    trials = {level: compress_zstd(sample, level)} if size else {}
+    if trials and len(trials[level]) > sample.size * _MATCHED:
+        trials[_HUFFMAN_LEVEL] = compress_zstd(sample, _HUFFMAN_LEVEL)
     best = min(trials, key=lambda trial: len(trials[trial]), default=level)
     used = int(np.bitwise_or.reduce(plane)) if size else 0
     if trials and used.bit_count() < 8 and len(trials[best]) >= sample.size * used.bit_count() / 8 * _WORTHWHILE:

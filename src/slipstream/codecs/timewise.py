@@ -57,6 +57,8 @@ class Timewise(PlaneCodec):
             return self
         if array.dtype == np.bool_:  # flags stay as they are for a while
             return dataclasses.replace(self, mode="xor")
+        if array.flags.c_contiguous and not np.count_nonzero(as_words(array)):
+            return dataclasses.replace(self, mode="plain")
         sample_bytes = min(_SAMPLE_BYTES, max(_SAMPLE_BYTES // 4, array.nbytes // 16))
         shape = part_shape(array.shape, array.dtype.itemsize, sample_bytes)
         middle = tuple(slice((n - k) // 2, (n - k) // 2 + k) for n, k in zip(array.shape, shape, strict=True))

@@ -1,0 +1,28 @@
+"""NavRL's network and PPO: policy, distribution, advantages, value normalisation, updates. Knows nothing of files.
+
+`NavRLPolicy` is what collects and what is saved; `PPO` improves it from rollouts.
+"""
+
+from __future__ import annotations
+
+from slipstream.errors import NonFiniteError
+from slipstream.rl.config import ActorConfig, CriticConfig, FeatureExtractorConfig, PPOConfig
+from slipstream.rl.distributions import IndependentBeta
+from slipstream.rl.gae import GAE, generalized_advantages
+from slipstream.rl.network import NavRLPolicy
+from slipstream.rl.ppo import PPO
+from slipstream.rl.value_norm import ValueNorm
+
+__all__ = [
+    "GAE",
+    "PPO",
+    "ActorConfig",
+    "CriticConfig",
+    "FeatureExtractorConfig",
+    "IndependentBeta",
+    "NavRLPolicy",
+    "NonFiniteError",
+    "PPOConfig",
+    "ValueNorm",
+    "generalized_advantages",
+]

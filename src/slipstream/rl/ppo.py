@@ -1,0 +1,279 @@
+"""`PPO`: improve a policy from rollouts, correctly by default, as NavRL does on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigurationError, RolloutError, StateMismatchError
+from slipstream.rl.config import PPOConfig
+from slipstream.rl.finite import require_finite
+from slipstream.rl.losses import (
+    effective_sample_share,
+    explained_variance,
+    importance_weight,
+    kl_estimate,
+    policy_loss,
+    value_loss,
+)
+from slipstream.rl.network import ACTION_DIM, ACTION_NORMALIZED, LOG_PROB, VALUE, Choice, NavRLPolicy
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+Minibatches = Callable[[Any], Iterable["TensorDictBase"]]
+"""Yields the steps of a rollout in parts, as TensorDicts; called once per epoch."""
+
+ADVANTAGE = "adv"
+RETURN = "ret"
+PROXIMAL_LOG_PROB = "proximal_log_prob"
+
+_CHUNK = 4096  # steps at a time where no gradient is needed: enough to be fast, little enough to be small
+
+
+class PPO:
+    """Proximal policy optimisation of a `NavRLPolicy`, with an Adam each for feature extractor, actor and critic.
+
+    A rollout is a TensorDict ``[environment, time]``, or anything with its ``batch_size``, ``[key]``,
+    ``set(key, value)``, ``reshape(-1)`` and, of that, ``[index]``: a ``CompressedTensorDict`` trains unchanged, and
+    with the same minibatches bit for bit the same.
+
+    Values are those that the policy gave when it acted. Those of next observations are computed only where they are not
+    those of the next step: at the end of the rollout and of episodes.
+
+    The configuration decides on discount, decay and value normalisation, whatever a loaded state dict says.
+
+    Args:
+        policy: What to improve; a new one by default.
+        config: How.
+        compile: Whether to compile the feature extractor for updates with ``torch.compile``: the same within rounding,
+            faster once the first minibatch has been waited for. Minibatches should then be of equal size.
+
+    Attributes:
+        policy: What is improved.
+        config: How.
+        num_updates: How many updates there were.
+
+    Example:
+        >>> ppo = PPO(config=PPOConfig(training_epoch_num=2))
+        >>> sorted(ppo.optimizers())
+        ['actor', 'critic', 'feature_extractor']
+    """
+
+    def __init__(
+        self,
+        policy: NavRLPolicy | None = None,
+        config: PPOConfig | None = None,
+        *,
+        compile: bool = False,  # noqa: A002 - torch's own name for it
+    ) -> None:
+        self.policy = NavRLPolicy() if policy is None else policy
+        self.config = PPOConfig() if config is None else config
+        self.num_updates = 0
+        self._apply_config()
+        rates = {name: getattr(self.config, name).learning_rate for name in self._parts()}
+        self._optimizers: dict[str, torch.optim.Optimizer] = {
+            name: torch.optim.Adam(part.parameters(), lr=rates[name]) for name, part in self._parts().items()
+        }
+        self._features: Callable[..., torch.Tensor] = self.policy.features
+        if compile:
+            self._features = torch.compile(self.policy.features, dynamic=False)
+
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Return the optimizers by the part they are for: ``feature_extractor``, ``actor``, ``critic``."""
+        return dict(self._optimizers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that an exact resume needs besides random numbers; tensors in it are its own, not copies."""
+        optimizers = {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()}
+        return {"policy": self.policy.state_dict(), "optimizers": optimizers, "num_updates": self.num_updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`.
+
+        Raises:
+            StateMismatchError: If it is of something else. What is checked first is names; shapes are up to torch.
+        """
+        missing = sorted({"policy", "optimizers", "num_updates"} - set(state))
+        missing += [f"optimizers/{name}" for name in self._optimizers if name not in state.get("optimizers", {})]
+        if missing:
+            raise StateMismatchError(f"the state of PPO lacks {', '.join(missing)}")
+        self.policy.load_state_dict(state["policy"])
+        for name, optimizer in self._optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        self.num_updates = int(state["num_updates"])
+
+    def act(self, tensordict: TensorDictBase, choose: Choice = "sample") -> TensorDictBase:
+        """Choose actions; see `NavRLPolicy.act`."""
+        return self.policy.act(tensordict, choose)
+
+    def update(
+        self,
+        batch: Any,
+        minibatches: Minibatches | None = None,
+        *,
+        staleness: int = 0,
+        generator: torch.Generator | None = None,
+    ) -> dict[str, float]:
+        """Improve the policy from a rollout.
+
+        Writes ``adv`` (normalised) and ``ret`` (normalised) into the rollout. If the policy that collected it is older
+        than this one, ``proximal_log_prob`` and ``state_value`` of this one are written as well; ratios are clipped
+        against this one, and each sample is weighted by how much more often than the older one it would have acted so.
+
+        Args:
+            batch: Rollout with what `act` and an environment write.
+            minibatches: Makes the parts of an epoch; by default all steps shuffled, in `num_minibatches` parts. For a
+                ``CompressedTensorDict``, ``lambda batch: batch.minibatches(16)`` decodes least.
+            staleness: How many updates older the policy that collected the rollout is than this one.
+            generator: Where the default order comes from; torch's own by default.
+
+        Returns:
+            ``actor_loss, value_loss, entropy, approx_kl, clip_fraction``, and of each part its ``_grad_norm`` before
+            clipping: means over minibatches; ``explained_variance`` of the values in the rollout; ``staleness``; and of
+            that lag ``behaviour_kl`` (0 without) and ``ess``, the effective share of the samples (1 without).
+
+        Raises:
+            NonFiniteError: If a target, a loss or a gradient is not finite. Bad targets leave the policy as it was; a
+                bad minibatch is not applied, those before it are.
+            ConfigurationError: If there are not enough steps for the minibatches.
+            RolloutError: If the batch is not ``[environment, time]``.
+        """
+        self._apply_config()
+        lag = self._catch_up(batch) if staleness > 0 else {"behaviour_kl": 0.0, "ess": 1.0}
+        explained = self._set_targets(batch)
+        parts = self._shuffled(generator) if minibatches is None else minibatches
+        rows: list[dict[str, torch.Tensor]] = []
+        for epoch in range(self.config.training_epoch_num):
+            for number, minibatch in enumerate(parts(batch)):
+                where = f"update {self.num_updates}, epoch {epoch}, minibatch {number}"
+                rows.append(self._step(minibatch, where, is_lagged=staleness > 0))
+        if not rows:
+            raise ConfigurationError("there was no minibatch, expected at least one")
+        self.num_updates += 1
+        means = torch.stack([torch.stack(list(row.values())) for row in rows]).mean(0).tolist()
+        metrics = dict(zip(rows[0], means, strict=True))
+        return {**metrics, "explained_variance": explained, "staleness": float(staleness), **lag}
+
+    def _parts(self) -> dict[str, nn.Module]:
+        policy = self.policy
+        return {"feature_extractor": policy.feature_extractor, "actor": policy.actor, "critic": policy.critic}
+
+    def _apply_config(self) -> None:
+        self.policy.value_norm.beta = self.config.value_norm_beta
+        self.policy.gae.set_to(self.config.gamma, self.config.lmbda)
+
+    def _shuffled(self, generator: torch.Generator | None) -> Minibatches:
+        def parts(batch: Any) -> Iterator[TensorDictBase]:
+            flat = batch.reshape(-1)
+            size, number = flat.batch_size[0], self.config.num_minibatches
+            if size < number:
+                raise ConfigurationError(f"the batch has {size} steps, expected at least one for {number} minibatches")
+            for index in torch.randperm(size, generator=generator).tensor_split(number):
+                yield flat[index]
+
+        return parts
+
+    @torch.no_grad()
+    def _catch_up(self, batch: Any) -> dict[str, float]:
+        """Write log-probabilities and values of the present policy into a rollout of an older one."""
+        behaviour = batch[LOG_PROB]
+        flat = batch.reshape(-1)
+        log_probs, values = [], []
+        for index in _chunks(torch.arange(flat.batch_size[0])):
+            steps = flat[index]
+            distribution, value = self.policy.evaluate(steps)
+            log_probs.append(distribution.log_prob(steps.get(ACTION_NORMALIZED)))
+            values.append(value)
+        proximal = torch.cat(log_probs).reshape(behaviour.shape)
+        batch.set(PROXIMAL_LOG_PROB, proximal)
+        # Values of the older critic are in units of an older normalisation.
+        batch.set(VALUE, torch.cat(values).reshape(*behaviour.shape, 1))
+        share = effective_sample_share(importance_weight(proximal, behaviour))
+        return {"behaviour_kl": float(kl_estimate(proximal - behaviour)), "ess": float(share)}
+
+    @torch.no_grad()
+    def _set_targets(self, batch: Any) -> float:
+        """Write advantages and returns into a rollout; returns the explained variance of its values."""
+        norm, reward = self.policy.value_norm, batch["next", "agents", "reward"]
+        if len(batch.batch_size) != 2:
+            raise RolloutError(f"the batch has the shape {list(batch.batch_size)}, expected [environment, time]")
+        terminated, done = batch["next", "terminated"], batch["next", "done"]
+        value = batch[VALUE]
+        next_value = norm.denormalize(self._next_values(batch, value, terminated, done))
+        value = norm.denormalize(value)
+        end = terminated if self.config.navrl_compat else done
+        advantage, target = self.policy.gae(reward, terminated, end, value, next_value)
+        advantage = (advantage - advantage.mean()) / advantage.std().clamp(min=1e-7)
+        quantities = {"reward": reward, "value": value, "advantage": advantage, "return": target}
+        require_finite(f"update {self.num_updates}", quantities, "the policy is as it was")
+        norm.update(target)
+        batch.set(ADVANTAGE, advantage)
+        batch.set(RETURN, norm.normalize(target))
+        return float(explained_variance(value, target))
+
+    def _next_values(
+        self, batch: Any, value: torch.Tensor, terminated: torch.Tensor, done: torch.Tensor
+    ) -> torch.Tensor:
+        """Return values of next observations; those of terminated steps mean nothing."""
+        seen, seen_next = (batch[(*prefix, "agents", "observation", "state")] for prefix in ((), ("next",)))
+        is_new = torch.ones_like(done[..., 0])
+        is_new[:, :-1] = done[:, :-1, 0] | (seen[:, 1:] != seen_next[:, :-1]).any(-1)
+        is_new &= ~terminated[..., 0]
+        values = value.roll(-1, 1)
+        flat, flat_values = batch.reshape(-1), values.view(-1, 1)
+        for index in _chunks(is_new.reshape(-1).nonzero().squeeze(1)):
+            flat_values[index] = self.policy.evaluate(flat[index]["next"])[1]
+        return values
+
+    def _step(self, minibatch: TensorDictBase, where: str, *, is_lagged: bool) -> dict[str, torch.Tensor]:
+        """Take a step of all optimizers, or none."""
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad()
+        metrics = self._backward(minibatch, is_lagged=is_lagged)
+        for name, part in self._parts().items():
+            is_free = self.config.navrl_compat and name == "feature_extractor"
+            limit = float("inf") if is_free else self.config.max_grad_norm
+            metrics[f"{name}_grad_norm"] = nn.utils.clip_grad_norm_(part.parameters(), limit)
+        try:
+            require_finite(where, metrics, "this step was not taken, and parameters are as after the step before")
+        except ArithmeticError:
+            for optimizer in self._optimizers.values():
+                optimizer.zero_grad()
+            raise
+        for optimizer in self._optimizers.values():
+            optimizer.step()
+        return metrics
+
+    def _backward(self, minibatch: TensorDictBase, *, is_lagged: bool) -> dict[str, torch.Tensor]:
+        """Compute losses and their gradients."""
+        config = self.config
+        distribution, value = self.policy.heads(self._features(*self.policy.observation(minibatch)))
+        old_log_prob, advantage = minibatch.get(LOG_PROB), minibatch.get(ADVANTAGE).squeeze(-1)
+        if is_lagged:
+            proximal = minibatch.get(PROXIMAL_LOG_PROB)
+            advantage = advantage * importance_weight(proximal, old_log_prob).clamp(max=config.max_importance_weight)
+            old_log_prob = proximal
+        log_prob = distribution.log_prob(minibatch.get(ACTION_NORMALIZED))
+        policy = policy_loss(log_prob, old_log_prob, advantage, config.actor.clip_ratio)
+        actor_loss = ACTION_DIM * policy.loss
+        targets = (minibatch.get(VALUE), minibatch.get(RETURN), config.critic.clip_ratio, config.huber_delta)
+        critic_loss = value_loss(value, *targets, whole=config.navrl_compat)
+        entropy = distribution.entropy().mean()
+        loss = actor_loss + critic_loss - config.entropy_loss_coefficient * entropy
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {
+            "actor_loss": actor_loss.detach(),
+            "value_loss": critic_loss.detach(),
+            "entropy": entropy.detach(),
+            "approx_kl": policy.approx_kl,
+            "clip_fraction": policy.clip_fraction,
+        }
+
+
+def _chunks(index: torch.Tensor) -> Iterator[torch.Tensor]:
+    for start in range(0, len(index), _CHUNK):
+        yield index[start : start + _CHUNK]
