@@ -42,6 +42,7 @@ from page import machine, write_section
 from tensordict import TensorDict
 
 from slipstream import CompressedTensorDict, NavigationConfig, NavigationEnv, RolloutStorage, load_rollout
+from slipstream.codecs import Codec
 from slipstream.rollout.compressed import grouped_indices
 from slipstream.rollout.files import write_rollout
 from slipstream.rollout.layout import take_apart
@@ -199,12 +200,13 @@ def openzl() -> Contender:
 
 
 def ours(name: str, *, verify: bool) -> Contender:
-    """Our rollout file, on a file system in memory."""
+    """Our rollout file, on a file system in memory; how to pack each array is found out once, as a storage does."""
     folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     path = Path(tempfile.mkdtemp(dir=folder)) / "rollout.slip"
+    codecs: dict[str, Codec] = {}
     return Contender(
         name,
-        lambda batch: write_rollout(take_apart(batch), path, 1, {}, threads=1, verify=verify),
+        lambda batch: write_rollout(take_apart(batch), path, 1, {}, 1, codecs=codecs, verify=verify),
         load_rollout,
         lambda written: written.stat().st_size,
     )

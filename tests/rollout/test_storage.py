@@ -37,6 +37,16 @@ def test_a_batch_that_the_collector_overwrites_is_saved_as_it_was(tmp_path, make
         same(storage.load(1), before)
 
 
+def test_rollouts_of_other_shapes_and_dtypes_may_follow_each_other(tmp_path, make_rollout, same):
+    batches = [make_rollout(6, 8), make_rollout(3, 5), make_rollout(6, 8).to(torch.bfloat16), make_rollout(2, 1)]
+    batches.append(make_rollout(40, 20, ends=0.9))  # where `next` is no longer shared
+    with RolloutStorage(tmp_path) as storage:
+        for number, batch in enumerate(batches):
+            storage.save(batch, number)
+        for number, batch in enumerate(batches):
+            same(storage.load(number), batch)
+
+
 def test_loading_waits_for_a_save_under_way_and_takes_parts(tmp_path, make_rollout):
     batch = make_rollout(64, 32)
     with RolloutStorage(tmp_path) as storage:

@@ -75,12 +75,26 @@ def write_rollout(
     values: dict[str, Any],
     threads: int | None = None,
     *,
+    codecs: dict[str, Codec] | None = None,
     verify: bool = True,
 ) -> Path:
-    """Write a rollout that was taken apart; every chunk is decoded again and compared before it is written."""
+    """Write a rollout that was taken apart; every chunk is decoded again and compared before it is written.
+
+    Args:
+        rollout: What to write.
+        path: The file to create or replace.
+        level: zstd level.
+        values: JSON values to be kept with it.
+        threads: How many threads pack; by default one per core.
+        codecs: What packed the arrays of an earlier rollout like this one, by name; what is not in it is added.
+        verify: Whether to compare.
+    """
+    codecs = {} if codecs is None else codecs
     with write_container(path, kind=KIND, threads=threads, verify=verify) as writer:
         for name, array in rollout.arrays.items():
-            writer.add(name, array, codec_for(rollout, name, level))
+            if name not in codecs:
+                codecs[name] = codec_for(rollout, name, level)
+            writer.add(name, array, codecs[name])
         writer.set("rollout", rollout.layout.to_json())
         for name, value in values.items():
             writer.set(name, value)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from slipstream.codecs import background_threads
+from slipstream.codecs import Codec, background_threads
 from slipstream.rollout.files import SUFFIX, RolloutFile, write_rollout, zstd_level
 from slipstream.rollout.layout import Key, Rollout, take_apart
 from slipstream.store import Handle, Worker
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SETTLED_FOR = 16
 _NAME = re.compile(r"rollout_(\d{6,})\.slip")
 
 
@@ -75,6 +76,7 @@ class RolloutStorage:
         self._worker = Worker(max_queue_size, policy, name="RolloutStorage")
         self._lock = threading.Lock()
         self._pending: dict[int, Handle[Path]] = {}
+        self._codecs: dict[str, Codec] = {}
         self._stats = {"save_count": 0, "raw_bytes": 0, "stored_bytes": 0, "call_s": 0.0, "write_s": 0.0}
 
     def save(self, data: TensorDictBase, iteration: int, *, overwrite: bool = False, metadata: Any = None) -> Path:
@@ -188,7 +190,9 @@ class RolloutStorage:
 
     def _write(self, rollout: Rollout, path: Path, values: dict[str, Any]) -> Path:
         start = time.perf_counter()
-        write_rollout(rollout, path, self._level, values, background_threads())
+        if self._stats["save_count"] % _SETTLED_FOR == 0:  # rollouts change as the policy learns
+            self._codecs = {}
+        write_rollout(rollout, path, self._level, values, background_threads(), codecs=self._codecs)
         with self._lock:
             self._stats["save_count"] += 1
             self._stats["raw_bytes"] += rollout.layout.raw_bytes
