@@ -51,6 +51,11 @@ class Timewise(PlaneCodec):
         if self.mode is not None and self.mode not in _MODES:
             raise CodecError(f"timewise mode is {self.mode!r}, expected one of {', '.join(_MODES)}")
 
+    def to_header(self) -> dict[str, Any]:
+        """Return this codec as a JSON object: its name and settings, the mode only if it is set."""
+        header = super().to_header()
+        return header if self.mode is not None else {key: value for key, value in header.items() if key != "mode"}
+
     def settle(self, array: NDArray[Any]) -> Timewise:
         """Return the codec with the mode that packs a sample of `array` best, to encode many parts of it with."""
         if not array.size or self.mode is not None:
