@@ -169,12 +169,13 @@ def copy_memory(target: int, source: int, nbytes: int) -> None:
 
 def storage_of(memory: NDArray[np.uint8]) -> torch.UntypedStorage:
     """Return a torch storage of exactly this memory, which it keeps alive."""
-    return (torch.frombuffer(memory, dtype=torch.uint8) if memory.size else torch.empty(0)).untyped_storage()
+    tensor = torch.frombuffer(memory, dtype=torch.uint8) if memory.size else torch.empty(0, device="cpu")
+    return tensor.untyped_storage()
 
 
 def view_storage(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
     """Return a tensor that sees a storage; tensors of one storage are tied."""
-    tensor = torch.empty(0, dtype=view.dtype)
+    tensor = torch.empty(0, dtype=view.dtype, device="cpu")
     return tensor.set_(storage, view.offset // view.dtype.itemsize, view.shape, view.stride)
 
 

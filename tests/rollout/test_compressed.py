@@ -226,3 +226,67 @@ def test_a_network_trained_on_it_has_the_same_losses_bit_for_bit(make_rollout):
         return losses
 
     assert train(packed_all(batch).reshape(-1)) == train(batch.reshape(-1))
+
+
+def test_what_is_set_on_one_view_is_not_seen_by_another(make_rollout):
+    packed = CompressedTensorDict(make_rollout(8, 16))
+    one, other = packed.reshape(-1), packed.reshape(-1)
+    one.set("advantage", torch.zeros(128))
+    other.set("advantage", torch.ones(128))
+    assert one["advantage"].sum() == 0
+    assert "advantage" in one
+    assert "advantage" not in packed
+
+
+def test_mistakes_with_keys_are_heard_of_at_once(make_rollout):
+    packed = CompressedTensorDict(make_rollout())
+    with pytest.raises(KeyError, match="nothing under 'nothing' to select"):
+        packed.select("nothing")
+    with pytest.raises(KeyError, match="'action/x' cannot be set: 'action' is a tensor"):
+        packed.set(("action", "x"), torch.zeros(6, 8))
+    with pytest.raises(TypeError, match="has to be a tensor"):
+        packed.set("sub", TensorDict({}, [6, 8]))
+    with pytest.raises(TypeError, match="is not a key"):
+        packed[torch.arange(2)] = torch.zeros(6, 8)  # type: ignore[index]
+    packed.set("next", torch.zeros(6, 8))
+    assert ("next", "reward") not in packed.keys(True)
+    with pytest.raises(ValueError, match="group_envs is 0"):
+        CompressedTensorDict(make_rollout(), group_envs=0)
+
+
+def test_nested_batch_sizes_and_names_are_kept(same):
+    batch = TensorDict(
+        {"agents": TensorDict({"x": torch.rand(8, 16, 3, 2)}, [8, 16, 3]), "y": torch.rand(8, 16)},
+        [8, 16],
+        names=[None, "time"],
+    )
+    packed = CompressedTensorDict(batch)
+    same(packed.to_tensordict(), batch)
+    assert packed.reshape(-1)[torch.arange(5)]["agents"].batch_size == (5, 3)
+
+
+def test_it_can_be_pickled_and_copied(make_rollout):
+    import copy
+    import pickle
+
+    batch = make_rollout(8, 8)
+    packed = packed_all(batch)
+    for twin in (pickle.loads(pickle.dumps(packed)), copy.deepcopy(packed)):
+        assert torch.equal(twin["action"], batch["action"])
+
+
+def test_a_default_device_changes_nothing(make_rollout, tmp_path):
+    from slipstream import load_rollout, save_rollout_compressed
+
+    batch = make_rollout(8, 8)
+    torch.set_default_device("meta")
+    try:
+        packed = packed_all(batch)
+        some = packed.reshape(-1)[torch.tensor([3, 5], device="cpu")]
+        (first, *_) = packed.minibatches(4, generator=torch.Generator("cpu"))
+        loaded = load_rollout(save_rollout_compressed(batch, tmp_path / "r"))
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(some["action"], batch["action"].reshape(-1, 3)[[3, 5]])
+    assert torch.equal(loaded["action"], batch["action"])
+    assert first.batch_size == (16,)

@@ -166,6 +166,11 @@ def test_the_batch_may_be_overwritten_at_once(make_rollout, same):
     same(put_together(taken.layout, lambda name, rows: taken.arrays[name]), before)
 
 
+def test_memory_mapped_tensors_are_tensors(tmp_path):
+    batch = TensorDict({"x": torch.rand(3, 4)}, [3, 4])
+    assert torch.equal(there_and_back(batch.memmap(tmp_path))["x"], batch["x"])
+
+
 def test_gradients_stay_behind():
     weight = torch.ones(2, requires_grad=True)
     batch = TensorDict({"x": torch.ones(3, 4, 2) * weight}, batch_size=[3, 4])

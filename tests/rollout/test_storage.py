@@ -87,13 +87,67 @@ def test_the_oldest_go_by_count_and_by_bytes(tmp_path, make_rollout):
         assert storage.iterations() == [1]
 
 
+def test_a_run_resumed_from_an_older_checkpoint_keeps_what_it_saves(tmp_path, make_rollout):
+    with RolloutStorage(tmp_path, keep_last=2) as storage:
+        for number in (100, 200, 300):
+            storage.save(make_rollout(), number)
+    with RolloutStorage(tmp_path, keep_last=2) as storage:
+        storage.save(make_rollout(), 150)
+    assert storage.iterations() == [150, 300]
+
+
+def test_metadata_is_that_of_the_call_and_what_json_cannot_hold_is_refused_there(tmp_path, make_rollout):
+    metadata = {"step": 1}
+    with RolloutStorage(tmp_path) as storage:
+        storage.save(make_rollout(64, 32), 0)
+        storage.save(make_rollout(), 1, metadata=metadata)
+        metadata["step"] = 999
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            storage.save(make_rollout(), 2, metadata={"weights": torch.zeros(2)})
+        assert storage.open(1).metadata == {"step": 1}
+        assert storage.iterations() == [0, 1]
+
+
+def test_of_two_threads_that_save_one_iteration_one_is_told(tmp_path, make_rollout):
+    import threading
+
+    outcomes: list[object] = []
+
+    def save(batch) -> None:
+        try:
+            outcomes.append(storage.save(batch, 7))
+        except FileExistsError as error:
+            outcomes.append(error)
+
+    with RolloutStorage(tmp_path, max_queue_size=1) as storage:
+        storage.save(make_rollout(256, 64), 1)
+        threads = [threading.Thread(target=save, args=(make_rollout(seed=seed),)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum(isinstance(outcome, FileExistsError) for outcome in outcomes) == 3
+
+
 def test_files_that_are_not_rollouts_are_left_alone(tmp_path, make_rollout):
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "rollout_12.slip").write_text("not one of ours: five digits too few")
+    (tmp_path / "rollout_12.slip").write_text("not one of ours: too few digits")
+    (tmp_path / "rollout_0000005.slip").write_text("not one of ours: a zero too many")
     with RolloutStorage(tmp_path, keep_last=1) as storage:
         storage.save(make_rollout(), 1)
         storage.save(make_rollout(), 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "rollout_000002.slip", "rollout_12.slip"]
+        storage.flush()
+        assert storage.iterations() == [2]
+    names = ["notes.txt", "rollout_0000005.slip", "rollout_000002.slip", "rollout_12.slip"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_what_cannot_be_deleted_is_logged_and_the_save_is_good(tmp_path, make_rollout, caplog):
+    (tmp_path / "rollout_000001.slip").mkdir()
+    with RolloutStorage(tmp_path, keep_last=1) as storage:
+        storage.save(make_rollout(), 2)
+    assert storage.load(2).batch_size == (6, 8)
+    assert "cannot be deleted" in caplog.text
 
 
 def test_what_is_not_a_rollout_fails_at_the_call_and_leaves_the_storage_usable(tmp_path, make_rollout, same):

@@ -102,7 +102,7 @@ def move(state: Any, device: str | torch.device) -> Any:
             return leaf
         key = leaf.untyped_storage().data_ptr()
         if key not in moved:
-            flat = torch.empty(0, dtype=torch.uint8).set_(leaf.untyped_storage())
+            flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(leaf.untyped_storage())
             moved[key] = flat.to(device)
         target = torch.empty(0, dtype=leaf.dtype, device=device)
         target.set_(moved[key].untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())

@@ -123,7 +123,7 @@ class _Collector:
         for number in dict.fromkeys(view.region for view in views if view.region >= 0):  # in the order of the state
             region = regions[number]
             start = region.address - region.tensors[0].untyped_storage().data_ptr()
-            content = torch.empty(0, dtype=torch.uint8)
+            content = torch.empty(0, dtype=torch.uint8, device="cpu")
             content.set_(region.tensors[0].untyped_storage(), start, (region.nbytes,), (1,))
             self.raw_bytes += region.nbytes
             array = array_of(content.numpy(), region.dtype, region.shape)

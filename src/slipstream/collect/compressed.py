@@ -87,6 +87,10 @@ class CompressedDataCollector:
         """Return how many batches there will be, if the base collector knows."""
         return len(self.base_collector)  # type: ignore[arg-type]
 
+    def __bool__(self) -> bool:
+        """Be true, though the base collector may not know how many batches there will be."""
+        return True
+
     def __enter__(self) -> Self:
         return self
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from slipstream.codecs import Codec, parallel_map
 from slipstream.errors import CodecError, RolloutError
 from slipstream.rollout.files import codec_for, zstd_level
-from slipstream.rollout.layout import Field, Key, Layout, take_apart, tensor_of
+from slipstream.rollout.layout import Field, Key, Layout, assemble, take_apart, tensor_of
 from slipstream.tensors import carrier
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ class _Cache:
     def nbytes(self) -> int:
         return self._bytes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Cache, (self.max_bytes,)
+
 
 @dataclass
 class _Content:
@@ -89,7 +92,6 @@ class _Content:
     layout: Layout
     packed: dict[str, _Packed]
     raw: dict[str, NDArray[Any]]
-    added: dict[Key, torch.Tensor]
     cache: _Cache
     group: int
     exceptions: dict[str, NDArray[np.int32]]
@@ -138,10 +140,10 @@ class CompressedTensorDict:
                 f"the batch has the shape {list(layout.batch_size)}: time has to be its last axis; "
                 f"set its batch_size to {list(layout.batch_size[: layout.time_dim + 1])}"
             )
+        if group_envs is not None and group_envs < 1:
+            raise ValueError(f"group_envs is {group_envs}, expected at least 1")
         largest = max((array[:1].nbytes for array in rollout.arrays.values()), default=1)
         group = group_envs or max(1, min(layout.num_envs, _GROUP_BYTES // max(1, largest)))
-        if group < 1:
-            raise ValueError(f"group_envs is {group_envs}, expected at least 1")
         chosen = _chosen(layout, compress_keys)
         packed: dict[str, _Packed] = {}
         raw: dict[str, NDArray[Any]] = {}
@@ -158,9 +160,9 @@ class CompressedTensorDict:
         size = layout.raw_bytes // 16 if cache_bytes is None else cache_bytes
         masks = {field.mask for field in layout.fields if field.mask is not None}
         exceptions = {name: _row_numbers(raw.pop(name)) for name in masks}
-        self._content = _Content(layout, packed, raw, {}, _Cache(size), group, exceptions)
+        self._content = _Content(layout, packed, raw, _Cache(size), group, exceptions)
         self._batch_size = torch.Size(layout.batch_size)
-        self._fields: dict[Key, Field | None] = {item.key: item for item in layout.fields}
+        self._fields: dict[Key, Field | torch.Tensor] = {item.key: item for item in layout.fields}
         self._device: torch.device | None = None
 
     @property
@@ -184,7 +186,7 @@ class CompressedTensorDict:
     def nbytes(self) -> int:
         """How much memory it takes, packed and raw, without the cache."""
         content = self._content
-        added = sum(tensor.nbytes for tensor in content.added.values())
+        added = sum(field.nbytes for field in self._fields.values() if isinstance(field, torch.Tensor))
         raw = sum(array.nbytes for array in content.raw.values())
         return sum(packed.nbytes for packed in content.packed.values()) + raw + added
 
@@ -243,16 +245,30 @@ class CompressedTensorDict:
             return self.get(index)
         if isinstance(index, torch.Tensor):
             index = index.cpu()
-        numbers = torch.arange(self.numel()).reshape(self._batch_size)[index]
+        numbers = torch.arange(self.numel(), device="cpu").reshape(self._batch_size)[index]
         return self._steps(numbers)
 
+    def __contains__(self, key: str | Key) -> bool:
+        """Tell whether there is anything under a key."""
+        path = _path(key)
+        return any(name[: len(path)] == path for name in self._fields)
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield what is at each index of the first axis, decoded."""
+        return (self[index] for index in range(len(self)))
+
     def set(self, key: str | Key, value: torch.Tensor) -> Self:
-        """Keep a tensor under a key, as it is; in place of a packed one, if there is one."""
+        """Keep a tensor under a key, as it is, in place of what is there; other views of the rollout do not see it."""
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{key} is a {type(value).__name__}: what is set has to be a tensor")
         if value.shape[: self.ndim] != self._batch_size:
             raise ValueError(f"{key} has shape {list(value.shape)}, expected it to begin with {list(self._batch_size)}")
         path = _path(key)
-        self._content.added[path] = value.reshape(self.numel(), *value.shape[self.ndim :])
-        self._fields[path] = None
+        above = next((name for name in self._fields if name == path[: len(name)] and name != path), None)
+        if above is not None:
+            raise KeyError(f"{'/'.join(path)!r} cannot be set: {'/'.join(above)!r} is a tensor")
+        self._fields = {name: field for name, field in self._fields.items() if name[: len(path)] != path}
+        self._fields[path] = value.reshape(self.numel(), *value.shape[self.ndim :])
         return self
 
     def __setitem__(self, key: str | Key, value: torch.Tensor) -> None:
@@ -262,6 +278,9 @@ class CompressedTensorDict:
     def select(self, *keys: str | Key) -> CompressedTensorDict:
         """Return one with some of the keys only; it shares what is packed."""
         paths = [_path(key) for key in keys]
+        for path in paths:
+            if path not in self:
+                raise KeyError(f"nothing under {'/'.join(path)!r} to select")
         return self._with({k: v for k, v in self._fields.items() if any(k[: len(path)] == path for path in paths)})
 
     def exclude(self, *keys: str | Key) -> CompressedTensorDict:
@@ -303,7 +322,7 @@ class CompressedTensorDict:
         for index in grouped_indices(*sizes, window, generator):
             yield flat[index]
 
-    def _with(self, fields: dict[Key, Field | None]) -> CompressedTensorDict:
+    def _with(self, fields: dict[Key, Field | torch.Tensor]) -> CompressedTensorDict:
         other = object.__new__(CompressedTensorDict)
         other._content, other._fields = self._content, dict(fields)
         other._batch_size, other._device = self._batch_size, self._device
@@ -314,48 +333,56 @@ class CompressedTensorDict:
 
     def _steps(self, numbers: torch.Tensor | None) -> TensorDictBase:
         """Return steps by their numbers, environment by environment; all of them if None."""
-        from tensordict import TensorDict  # noqa: PLC0415 - only for those who use it
-
         shape = self._batch_size if numbers is None else numbers.shape
-        batch = TensorDict({}, batch_size=shape)
-        for path, tensor in self._read(list(self._fields), numbers).items():
-            batch.set(path, tensor.reshape(*shape, *tensor.shape[1:]))
+        tensors = self._read(list(self._fields), numbers)
+        members = {path: tensor.reshape(*shape, *tensor.shape[1:]) for path, tensor in tensors.items()}
+        layout = self._content.layout
+        batch = assemble(layout, members, tuple(shape), complete=False)
+        for path, tensor in members.items():
+            if isinstance(self._fields[path], torch.Tensor):  # set later, so that the layout does not know of it
+                batch.set(path, tensor)
+        if tuple(shape) == layout.batch_size and numbers is None and any(layout.names):
+            batch.names = list(layout.names)
         return self._out(batch)
 
     def _read(self, paths: list[Key], numbers: torch.Tensor | None) -> dict[Key, torch.Tensor]:
+        """Read steps; at most one group of each array per thread is decoded at a time, besides what is in the cache."""
         content = self._content
         chosen = None if numbers is None else numbers.reshape(-1).numpy()
         picks = _picks(chosen, content.layout.num_envs, content.layout.num_steps, content.group)
-        fields = [field for path in paths if (field := self._fields[path]) is not None]
-        names = dict.fromkeys(field.array for field in fields if field.array in content.packed)
-        needed = [(name, pick.group) for name in names for pick in picks]
-        decoded = parallel_map(lambda item: content.cache.get(item[0], content.packed[item[0]], item[1]), needed)
-        groups = dict(zip(needed, decoded, strict=True))
+        total = self.numel() if chosen is None else len(chosen)
+        found = [(path, field) for path in paths if isinstance(field := self._fields[path], Field)]
+        outs = {path: np.empty((total, *field.shape), carrier(field.dtype)[0]) for path, field in found}
+
+        def fill(pick: _Pick) -> None:
+            groups: dict[str, NDArray[Any]] = {}
+            for path, field in found:
+                if field.array in content.packed and field.array not in groups:
+                    groups[field.array] = content.cache.get(field.array, content.packed[field.array], pick.group)
+                outs[path][pick.position] = self._gather(field, pick, groups.get(field.array))
+
+        for _ in parallel_map(fill, picks):
+            pass
         tensors: dict[Key, torch.Tensor] = {}
         for path in paths:
             field = self._fields[path]
-            if field is None:
-                added = content.added[path]
-                tensors[path] = added.clone() if numbers is None else added[numbers.reshape(-1)]
+            if isinstance(field, torch.Tensor):
+                tensors[path] = field.clone() if numbers is None else field[numbers.reshape(-1)]
             else:
-                tensors[path] = self._gather(field, picks, groups)
+                tensors[path] = tensor_of(outs[path], field.dtype, outs[path].shape)
         return tensors
 
-    def _gather(self, field: Field, picks: list[_Pick], groups: dict[tuple[str, int], NDArray[Any]]) -> torch.Tensor:
+    def _gather(self, field: Field, pick: _Pick, group: NDArray[Any] | None) -> NDArray[Any]:
         content = self._content
-        total = sum(len(pick.step) for pick in picks)
-        dtype = carrier(field.dtype)[0]
-        out = np.empty((total, *field.shape), dtype)
-        for pick in picks:
-            if field.array in content.packed:
-                values = groups[field.array, pick.group][pick.env, pick.step + field.lead]
-            else:
-                values = content.raw[field.array][pick.env + pick.group * content.group, pick.step + field.lead]
-            if field.mask is not None and field.rows is not None:
-                rows = content.exceptions[field.mask][pick.env + pick.group * content.group, pick.step]
-                values[rows >= 0] = content.raw[field.rows][rows[rows >= 0]]
-            out[pick.position] = values
-        return tensor_of(out, field.dtype, out.shape)
+        envs = pick.env + pick.group * content.group
+        if group is not None:
+            values = group[pick.env, pick.step + field.lead]
+        else:
+            values = content.raw[field.array][envs, pick.step + field.lead]
+        if field.mask is not None and field.rows is not None:
+            rows = content.exceptions[field.mask][envs, pick.step]
+            values[rows >= 0] = content.raw[field.rows][rows[rows >= 0]]
+        return values
 
 
 @dataclass(frozen=True)
@@ -412,13 +439,14 @@ def grouped_indices(
             f"cannot make {num_minibatches} minibatches of {num_envs} x {num_steps} steps with groups of {group_envs} "
             f"environments and a window of {window}"
         )
-    order = torch.randperm(-(-num_envs // group_envs), generator=generator)
+    order = torch.randperm(-(-num_envs // group_envs), generator=generator, device="cpu")
     windows = []
     for first in range(0, len(order), window):
         some = order[first : first + window].tolist()
-        envs = torch.cat([torch.arange(g * group_envs, min(num_envs, (g + 1) * group_envs)) for g in some])
-        numbers = (envs[:, None] * num_steps + torch.arange(num_steps)).reshape(-1)
-        windows.append(numbers[torch.randperm(len(numbers), generator=generator)])
+        ends = [(group * group_envs, min(num_envs, (group + 1) * group_envs)) for group in some]
+        envs = torch.cat([torch.arange(begin, end, device="cpu") for begin, end in ends])
+        numbers = (envs[:, None] * num_steps + torch.arange(num_steps, device="cpu")).reshape(-1)
+        windows.append(numbers[torch.randperm(len(numbers), generator=generator, device="cpu")])
     mixed = torch.cat(windows)
     for start in range(0, size * num_minibatches, size):
         yield mixed[start : start + size]
@@ -429,7 +457,7 @@ def _chosen(layout: Layout, compress_keys: Sequence[str | Key] | None) -> set[st
     if compress_keys is None:
         return {field.array for field in layout.fields}
     chosen: set[str] = set()
-    for path in map(_path, compress_keys):
+    for path in map(_path, [compress_keys] if isinstance(compress_keys, str) else compress_keys):
         found = [f.array for f in layout.fields if path in (f.key[: len(path)], f.key[1 : len(path) + 1])]
         if not found:
             known = ", ".join("/".join(field.key) for field in layout.fields[:8])
@@ -458,4 +486,7 @@ def _row_numbers(mask: NDArray[Any]) -> NDArray[np.int32]:
 
 
 def _path(key: str | Key) -> Key:
-    return (key,) if isinstance(key, str) else tuple(key)
+    path = (key,) if isinstance(key, str) else tuple(key)
+    if not path or not all(isinstance(part, str) for part in path):
+        raise TypeError(f"{key!r} is not a key: expected a string, or a tuple of strings")
+    return path

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -14,6 +15,7 @@ from slipstream.codecs import Codec, Planes, Timewise
 from slipstream.errors import CorruptFileError, FormatVersionError, MissingEntryError
 from slipstream.rollout.layout import Key, Layout, Rollout, arrays_of, put_together, take_apart
 from slipstream.store import Container, write_container
+from slipstream.tensors import carrier
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -150,9 +152,30 @@ class RolloutFile:
             raise CorruptFileError(f"{path}: is a container of kind {self.container.kind!r}, expected a rollout")
         try:
             self.layout = Layout.from_json(self.container.values.get("rollout"))
+            self._check_arrays()
         except (CorruptFileError, FormatVersionError) as error:
             self.container.close()
             raise type(error)(f"{path}: {error}") from error
+
+    def _check_arrays(self) -> None:
+        """Raise unless the arrays are what the layout says, before anything is decoded."""
+        entries, layout = self.container.entries, self.layout
+        for item in layout.fields:
+            kind = carrier(item.dtype)[0]
+            expected: list[tuple[str, Any, tuple[int | None, ...]]] = [
+                (item.array, kind, (layout.num_envs, layout.num_steps + item.extra, *item.shape))
+            ]
+            if item.mask is not None and item.rows is not None:
+                expected.append((item.mask, np.dtype(bool), (layout.num_envs, max(0, layout.num_steps - 1))))
+                expected.append((item.rows, kind, (None, *item.shape)))
+            for name, dtype, shape in expected:
+                entry = entries.get(name)
+                if entry is None:
+                    raise CorruptFileError(f"there is no array {name!r}, which {'/'.join(item.key)} is in")
+                sizes = zip(entry.shape, shape, strict=False)
+                fits = len(entry.shape) == len(shape) and all(want in (None, have) for have, want in sizes)
+                if entry.dtype != dtype or not fits:
+                    raise CorruptFileError(f"{'/'.join(item.key)} is {entry.dtype}{list(entry.shape)} in {name!r}")
 
     @property
     def metadata(self) -> Any:

@@ -31,6 +31,8 @@ Reader = Callable[[str, slice | None], NDArray[Any]]
 """Reads the array of a name, or some rows (environments) of it."""
 
 _MOST_EXCEPTIONS = 0.25
+_MAX_DEPTH = 64
+_MAX_SIZE = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Layout:
             CorruptFileError: If it is something else.
             FormatVersionError: If a newer release wrote it.
         """
-        if not isinstance(node, dict) or not isinstance(node.get("version"), int):
+        if not isinstance(node, dict) or type(node.get("version")) is not int:
             raise CorruptFileError("does not say how its rollout is laid out")
         if node["version"] != VERSION:
             raise FormatVersionError(
@@ -141,9 +143,9 @@ class Layout:
             layout = cls(
                 sizes,
                 time_dim,
-                tuple(name if name is None else str(name) for name in node["names"]),
+                tuple(name if name is None else str(name) for name in _list(node["names"])),
                 tuple(_read_field(item) for item in node["fields"]),
-                tuple((tuple(map(str, key)), _sizes(size), int(position)) for key, size, position in node["nodes"]),
+                tuple((tuple(map(str, _list(key))), _sizes(size), int(at)) for key, size, at in node["nodes"]),
             )
             _check_keys(layout)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -159,12 +161,26 @@ def _check_keys(layout: Layout) -> None:
         raise ValueError("two of its keys are one, or one is below a tensor")
     if any(size[: len(layout.batch_size)] != layout.batch_size for _, size, _ in layout.nodes):
         raise ValueError("a nested batch size does not begin with that of the batch")
-    if len(layout.names) not in (0, len(layout.batch_size)):
-        raise ValueError(f"{len(layout.names)} names for {len(layout.batch_size)} axes")
+    names = [name for name in layout.names if name is not None]
+    if len(layout.names) not in (0, len(layout.batch_size)) or len(set(names)) < len(names):
+        raise ValueError(f"{len(layout.names)} names for {len(layout.batch_size)} axes, or one twice")
+    if any(len(key) > _MAX_DEPTH for key in (*tensors, *nodes)):
+        raise ValueError("a key has too many parts")
+    if len({(item.array, item.lead) for item in layout.fields}) < len(layout.fields):
+        raise ValueError("two tensors are in one place")
+    for key, _, position in layout.nodes:
+        if any(name[: len(key)] == key for name in tensors[:position]) or not 0 <= position <= len(tensors):
+            raise ValueError(f"{'/'.join(key)} comes after what is in it")
+
+
+def _list(node: Any) -> list[Any]:
+    if not isinstance(node, list):
+        raise TypeError(f"{str(node)[:60]} is not a list")
+    return node
 
 
 def _sizes(node: Any) -> tuple[int, ...]:
-    if not isinstance(node, list) or any(type(size) is not int or size < 0 for size in node):
+    if any(type(size) is not int or not 0 <= size <= _MAX_SIZE for size in _list(node)):
         raise ValueError(f"{str(node)[:60]} is not a list of sizes")
     return tuple(node)
 
@@ -175,7 +191,7 @@ def _read_field(node: Any) -> Field:
     if not isinstance(dtype, torch.dtype) or lead not in (0, 1) or extra not in (0, 1) or lead > extra:
         raise ValueError(f"the tensor {str(node)[:80]} makes no sense")
     names = (str(node["array"]), str(node["mask"]) if lead else None, str(node["rows"]) if lead else None)
-    if not node["key"] or not all(isinstance(part, str) for part in node["key"]):
+    if not _list(node["key"]) or not all(isinstance(part, str) for part in node["key"]):
         raise ValueError(f"{str(node['key'])[:60]} is not a key")
     return Field(tuple(node["key"]), dtype, _sizes(node["shape"]), names[0], lead, names[1], names[2], extra)
 
@@ -242,7 +258,7 @@ def _time_dim(batch: TensorDictBase) -> int:
 
 def _walk(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
     """Yield the nested TensorDicts and the tensors of a batch, by key."""
-    from tensordict import LazyStackedTensorDict, is_tensor_collection  # noqa: PLC0415
+    from tensordict import LazyStackedTensorDict, MemoryMappedTensor, is_tensor_collection  # noqa: PLC0415
     from tensordict.tensorclass import NonTensorData, NonTensorStack  # noqa: PLC0415
 
     if isinstance(node, LazyStackedTensorDict):
@@ -261,6 +277,8 @@ def _walk(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
             raise RolloutError(f"{'/'.join(path)} has different shapes in different environments ({error})") from error
         if isinstance(value, (NonTensorData, NonTensorStack)):
             raise RolloutError(f"{'/'.join(path)} is not a tensor, and cannot be stored; exclude it from the batch")
+        if isinstance(value, MemoryMappedTensor):
+            value = value.as_subclass(torch.Tensor)
         if is_tensor_collection(value):
             yield path, value
             yield from _walk(value, path)
@@ -310,7 +328,7 @@ def _share(rollout: Rollout, key: Key, root: torch.Tensor, after: torch.Tensor) 
     differs = _differs(after[:, :-1], root[:, 1:])
     if not _is_rare(differs):
         return ()
-    whole = torch.empty((environments, steps + 1, *root.shape[2:]), dtype=root.dtype)
+    whole = torch.empty((environments, steps + 1, *root.shape[2:]), dtype=root.dtype, device="cpu")
     whole[:, :-1].copy_(root)
     whole[:, -1].copy_(after[:, -1])
     name = _add(rollout, "/".join(key), whole)
@@ -387,13 +405,16 @@ def put_together(
             _patch(part, fetch(item.mask, None), (first, last), (begin, end), functools.partial(read, item.rows))
         members[item.key] = tensor_of(part, item.dtype, (*lead, *item.shape))
     batch_size = (*lead, *layout.batch_size[layout.time_dim + 1 :])
-    batch = _assemble(layout, members, batch_size, complete=keys is None)
-    if envs is None and any(layout.names):
-        batch.names = list(layout.names)
+    try:
+        batch = assemble(layout, members, batch_size, complete=keys is None)
+        if envs is None and any(layout.names):
+            batch.names = list(layout.names)
+    except (RuntimeError, ValueError) as error:
+        raise CorruptFileError(f"its tensors make no TensorDict of size {list(batch_size)} ({error})") from error
     return batch
 
 
-def _assemble(
+def assemble(
     layout: Layout, members: dict[Key, torch.Tensor], batch_size: tuple[int, ...], *, complete: bool
 ) -> TensorDictBase:
     """Make a TensorDict of tensors by nested key, in the order that they had, nested batch sizes included."""

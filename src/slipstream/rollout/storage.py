@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import operator
 import os
 import re
 import threading
@@ -41,8 +43,9 @@ class RolloutStorage:
     Args:
         save_dir: The folder; it is made if need be.
         compression_level: 0 to 12; up to 9 is fast.
-        keep_last: Keep the newest so many rollouts; all by default.
-        max_bytes: Delete the oldest while all together are larger than this; the newest is kept in any case.
+        keep_last: Keep the so many that were saved last; all by default.
+        max_bytes: Delete those that were saved first while all together are larger than this; the last one stays in any
+            case.
         max_queue_size: How many rollouts may be waiting or being written.
         policy: When the queue is full: ``block`` until there is room, ``skip_oldest``, or ``raise``.
 
@@ -67,8 +70,8 @@ class RolloutStorage:
         policy: Policy = "block",
     ) -> None:
         for name, value in (("keep_last", keep_last), ("max_bytes", max_bytes)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, expected at least 1")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} is {value}, expected a whole number from 1 up")
         self._level = zstd_level(compression_level)
         self.folder = Path(save_dir)
         make_folder(self.folder)
@@ -76,6 +79,7 @@ class RolloutStorage:
         self._worker = Worker(max_queue_size, policy, name="RolloutStorage")
         self._lock = threading.Lock()
         self._pending: dict[int, Handle[Path]] = {}
+        self._saving: list[int] = []
         self._codecs: dict[str, Codec] = {}
         self._stats = {"save_count": 0, "raw_bytes": 0, "stored_bytes": 0, "call_s": 0.0, "write_s": 0.0}
 
@@ -94,19 +98,18 @@ class RolloutStorage:
             BackgroundError: If an earlier save failed and nobody has heard of it.
         """
         start = time.perf_counter()
-        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+        if isinstance(iteration, bool) or not hasattr(iteration, "__index__") or iteration < 0:
             raise ValueError(f"iteration is {iteration!r}, expected a whole number from 0 up")
+        iteration = operator.index(iteration)
         path = self.path(iteration)
-        if not overwrite and (path.exists() or self._is_pending(iteration)):
-            raise FileExistsError(17, f"iteration {iteration} is saved already; overwrite=True replaces it", str(path))
-        values = {"iteration": iteration, "metadata": metadata, "time": time.time()}
-        with self._worker.room() as put:
+        values = json.loads(json.dumps({"iteration": iteration, "metadata": metadata, "time": time.time()}))
+        with self._reserved(iteration, path, overwrite=overwrite), self._worker.room() as put:
             rollout = take_apart(data)
             handle = put(self._write, rollout, path, values)
-        with self._lock:
-            self._pending = {number: other for number, other in self._pending.items() if not other.done()}
-            self._pending[iteration] = handle
-            self._stats["call_s"] += time.perf_counter() - start
+            with self._lock:
+                self._pending = {number: other for number, other in self._pending.items() if not other.done()}
+                self._pending[iteration] = handle
+                self._stats["call_s"] += time.perf_counter() - start
         return path
 
     def path(self, iteration: int) -> Path:
@@ -116,7 +119,8 @@ class RolloutStorage:
     def iterations(self) -> list[int]:
         """Return the iterations that have a rollout on disk, in order."""
         found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        numbers = (int(match[1]) for match in found if match)
+        return sorted({number for number in numbers if self.path(number).exists()})  # not those with a zero too many
 
     def load(
         self,
@@ -183,38 +187,60 @@ class RolloutStorage:
     ) -> None:
         self._worker.__exit__(kind, error, trace)
 
-    def _is_pending(self, iteration: int) -> bool:
+    @contextlib.contextmanager
+    def _reserved(self, iteration: int, path: Path, *, overwrite: bool) -> Iterator[None]:
+        """Keep other threads from saving the same iteration while the block lasts."""
         with self._lock:
             pending = self._pending.get(iteration)
-        return pending is not None and not pending.done()
+            taken = iteration in self._saving or (pending is not None and not pending.done()) or path.exists()
+            if taken and not overwrite:
+                message = f"iteration {iteration} is saved already; overwrite=True replaces it"
+                raise FileExistsError(17, message, str(path))
+            self._saving.append(iteration)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._saving.remove(iteration)
 
     def _write(self, rollout: Rollout, path: Path, values: dict[str, Any]) -> Path:
         start = time.perf_counter()
         if self._stats["save_count"] % _SETTLED_FOR == 0:  # rollouts change as the policy learns
             self._codecs = {}
         write_rollout(rollout, path, self._level, values, background_threads(), codecs=self._codecs)
+        stored = _age_and_size(path)[1]
         with self._lock:
             self._stats["save_count"] += 1
             self._stats["raw_bytes"] += rollout.layout.raw_bytes
-            self._stats["stored_bytes"] += path.stat().st_size
+            self._stats["stored_bytes"] += stored
             self._stats["write_s"] += time.perf_counter() - start
-        self._prune()
+        self._prune(path)
         return path
 
-    def _prune(self) -> None:
-        """Delete the oldest rollouts that the limits do not allow."""
-        iterations = self.iterations()
-        doomed = iterations[: -self.keep_last] if self.keep_last is not None else []
-        if self.max_bytes is not None:
-            left = [number for number in iterations if number not in doomed]
-            sizes = {number: _size(self.path(number)) for number in left}
-            while len(left) > 1 and sum(sizes[number] for number in left) > self.max_bytes:
-                doomed.append(left.pop(0))
-        for number in doomed:
-            self.path(number).unlink(missing_ok=True)
+    def _prune(self, newest: Path) -> None:
+        """Delete the rollouts that the limits do not allow, those that were written first before the others.
+
+        By age, not by number: a run that was resumed from an older checkpoint saves lower numbers than there are.
+        """
+        paths = [self.path(number) for number in self.iterations()]
+        ages = {path: _age_and_size(path) for path in paths if path != newest}
+        left = [*sorted(ages, key=lambda path: ages[path][0]), newest]
+        ages[newest] = _age_and_size(newest)
+        doomed: list[Path] = []
+        if self.keep_last is not None:
+            doomed, left = left[: -self.keep_last], left[-self.keep_last :]
+        while self.max_bytes is not None and len(left) > 1 and sum(ages[path][1] for path in left) > self.max_bytes:
+            doomed.append(left.pop(0))
+        for path in doomed:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:  # not ours, or not allowed: no reason to call the save a failure
+                logger.warning("%s: cannot be deleted (%s)", path, error)
 
 
-def _size(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_size
-    return 0
+def _age_and_size(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
