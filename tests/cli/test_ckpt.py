@@ -1,14 +1,12 @@
 """`slipstream ckpt`, as a person or a script meets it."""
 
 import itertools
-import json
 import os
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,62 +18,6 @@ from slipstream import CheckpointManager, load_checkpoint, write_container
 from slipstream.checkpoint import write_native
 
 COMMANDS = ["inspect", "verify", "convert", "diff", "prune"]
-
-# Importing torch takes seconds: one process runs the commands that need it, each as a fresh `slipstream` would.
-SERVER = """
-import contextlib, io, json, sys
-from slipstream.cli import main
-for line in sys.stdin:
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    sys.argv = ["slipstream", *json.loads(line)]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-        except BaseException as error:
-            err.write(f"Traceback of {error!r}")
-            code = 99
-    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
-"""
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-class Server:
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "COLUMNS": "100"},
-        )
-
-    def __call__(self, *arguments: object) -> Result:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(["ckpt", *map(str, arguments)]) + "\n")
-        self.process.stdin.flush()
-        return Result(*json.loads(self.process.stdout.readline()))
-
-    def json(self, *arguments: object) -> Any:
-        return json.loads(self(*arguments, "--json").out)
-
-
-@pytest.fixture(scope="module")
-def ckpt() -> Iterator[Server]:
-    server = Server()
-    yield server
-    assert server.process.stdin
-    assert server.process.stdout
-    server.process.stdin.close()
-    server.process.wait()
-    server.process.stdout.close()
 
 
 def alone(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -122,7 +64,7 @@ def damage(path: Path, at: int = 40) -> None:
     path.write_bytes(content)
 
 
-def one_line(result: Result) -> bool:
+def one_line(result: Any) -> bool:
     return (
         (result.code, result.out) == (2, "") and result.err.startswith("slipstream: ") and result.err.count("\n") == 1
     )

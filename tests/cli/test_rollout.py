@@ -5,9 +5,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -24,62 +23,6 @@ ENVS, STEPS = 6, 8
 TERMINATED = [(1, 3), (4, 0), (4, 7)]
 TRUNCATED = [(2, 5)]
 EPISODES = [(0, 0, 8), (1, 0, 4), (1, 4, 8), (2, 0, 6), (2, 6, 8), (3, 0, 8), (4, 0, 1), (4, 1, 8), (5, 0, 8)]
-
-# Importing torch takes seconds: one process runs the commands, each as a fresh `slipstream` would.
-SERVER = """
-import contextlib, io, json, sys
-from slipstream.cli import main
-for line in sys.stdin:
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    sys.argv = ["slipstream", *json.loads(line)]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-        except BaseException as error:
-            err.write(f"Traceback of {error!r}")
-            code = 99
-    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
-"""
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-class Server:
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "COLUMNS": "100"},
-        )
-
-    def __call__(self, *arguments: object) -> Result:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(["rollout", *map(str, arguments)]) + "\n")
-        self.process.stdin.flush()
-        return Result(*json.loads(self.process.stdout.readline()))
-
-    def json(self, *arguments: object) -> Any:
-        return json.loads(self(*arguments, "--json").out)
-
-
-@pytest.fixture(scope="module")
-def rollout() -> Iterator[Server]:
-    server = Server()
-    yield server
-    assert server.process.stdin
-    assert server.process.stdout
-    server.process.stdin.close()
-    server.process.wait()
-    server.process.stdout.close()
 
 
 def batch() -> TensorDict:
@@ -158,7 +101,7 @@ def layout(path: Path) -> Any:
         return container.values["rollout"]
 
 
-def one_line(result: Result) -> bool:
+def one_line(result: Any) -> bool:
     return (
         (result.code, result.out) == (2, "") and result.err.startswith("slipstream: ") and result.err.count("\n") == 1
     )

@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.codecs import Codec, parallel_map
-from slipstream.errors import CodecError, RolloutError
+from slipstream.errors import RolloutError
 from slipstream.rollout.files import codec_for, zstd_level
 from slipstream.rollout.layout import Field, Key, Layout, assemble, take_apart, tensor_of
+from slipstream.store.container import check_payload
 from slipstream.tensors import carrier
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class CompressedTensorDict:
             if name not in chosen or small:
                 raw[name] = array
                 continue
-            candidate = _pack(array, codec_for(rollout, name, level), group, verify)
+            candidate = _pack(name, array, codec_for(rollout, name, level), group, verify)
             if compress_keys is None and candidate.nbytes > _WORTHWHILE * array.nbytes:
                 raw[name] = array
             else:
@@ -466,12 +467,12 @@ def _chosen(layout: Layout, compress_keys: Sequence[str | Key] | None) -> set[st
     return chosen
 
 
-def _pack(array: NDArray[Any], codec: Codec, group: int, verify: bool) -> _Packed:
+def _pack(name: str, array: NDArray[Any], codec: Codec, group: int, verify: bool) -> _Packed:
     def encode(start: int) -> bytes:
         part = array[start : start + group]
         payload = codec.encode(part)
-        if verify and codec.decode(payload, part.dtype, part.shape).tobytes() != part.tobytes():
-            raise CodecError(f"codec {codec.name!r} does not give back what it was given")
+        if verify:
+            check_payload(name, codec, payload, part)
         return payload
 
     starts = range(0, len(array), group)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.codecs import Codec, Planes, Timewise
-from slipstream.errors import CorruptFileError, FormatVersionError, MissingEntryError
+from slipstream.errors import CorruptFileError, FormatVersionError
 from slipstream.rollout.layout import Key, Layout, Rollout, arrays_of, put_together, take_apart
 from slipstream.store import Container, write_container
 from slipstream.tensors import carrier
@@ -206,8 +206,6 @@ class RolloutFile:
                 return self.container.read(name, rows)
 
             batch = put_together(self.layout, read, keys, envs, steps)
-        except MissingEntryError as error:
-            raise CorruptFileError(str(error)) from error
         except CorruptFileError as error:
             if str(error).startswith(str(self.path)):
                 raise

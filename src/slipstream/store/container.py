@@ -102,7 +102,7 @@ class ContainerWriter:
             part, other = flat[start:stop].reshape(shape), other_part(start, stop, shape)
             payload = codec.encode(part, other)
             if self._verify:
-                _check_same(name, codec, part, codec.decode(payload, part.dtype, shape, other))
+                check_payload(name, codec, payload, part, other)
             return payload, xxhash.xxh3_64_intdigest(payload)
 
         chunks, position = [], self._position
@@ -148,8 +148,11 @@ class ContainerWriter:
         self._file.write(_footer(self._header, self._position, text))
 
 
-def _check_same(name: str, codec: Codec, array: NDArray[Any], decoded: NDArray[Any]) -> None:
-    if array.tobytes() != decoded.tobytes():
+def check_payload(
+    name: str, codec: Codec, payload: bytes, array: NDArray[Any], reference: NDArray[Any] | None = None
+) -> None:
+    """Decode what a codec made of an array, and raise `CodecError` unless every bit is as it was."""
+    if array.tobytes() != codec.decode(payload, array.dtype, array.shape, reference).tobytes():
         raise CodecError(f"entry {name!r} does not come back from codec {codec.name!r} as it was; nothing was written")
 
 
