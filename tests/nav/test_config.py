@@ -24,6 +24,9 @@ from slipstream.nav import LidarConfig
         ({"max_episode_length": 0}, "max_episode_length is 0, expected a whole number of at least 1"),
         ({"dynamics": "isaac"}, "dynamics is 'isaac', expected one of 'hummingbird', 'lag'"),
         ({"start": "middle"}, "start is 'middle', expected one of 'border', 'line'"),
+        ({"num_static_obstacles": 100_000}, "num_static_obstacles is 100000, expected at most 5000 boxes"),
+        ({"obstacle_speed_m_s": (1.5, 0.5)}, "obstacle_speed_m_s is (1.5, 0.5), expected two rising speeds from 0 on"),
+        ({"obstacle_range_m": (1.0, -1.0, 0.0)}, "obstacle_range_m is (1.0, -1.0, 0.0), expected three lengths"),
         ({"compile": True}, "compile is True, expected one of 'auto', 'true', 'false'"),
     ],
 )

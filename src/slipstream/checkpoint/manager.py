@@ -89,6 +89,7 @@ class CheckpointManager:
         full_every: How long a chain of deltas may get: every so many saves is complete in itself; 1 for no deltas.
         max_queue_size: How many saves may be waiting or being written.
         policy: What to do when the queue is full; see `AsyncCheckpointSaver`.
+        compress: Whether to pack checkpoints; if not, each is complete in itself.
 
     Example:
         >>> import torch
@@ -110,6 +111,7 @@ class CheckpointManager:
         full_every: int = 10,
         max_queue_size: int = 3,
         policy: Policy = "block",
+        compress: bool = True,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("full_every", full_every)):
             if value is not None and value < 1:
@@ -119,7 +121,8 @@ class CheckpointManager:
         self.folder = Path(folder)
         make_folder(self.folder)
         self.keep_last, self.keep_every, self.keep_best, self.thin = keep_last, keep_every, keep_best, thin
-        self.full_every = full_every
+        self.compress = compress
+        self.full_every = full_every = full_every if compress else 1
         # One snapshot being written, and the one before it, which it is stored against.
         self.saver = AsyncCheckpointSaver(max_queue_size, policy=policy, warm=1 if full_every == 1 else 2)
         self.guard = self.saver.guard
@@ -225,7 +228,7 @@ class CheckpointManager:
         state = snapshot.state()
         with self._folder_lock():
             parent = self._parent()
-            written = write_native(path, state, metadata, parent, background_threads())
+            written = write_native(path, state, metadata, parent, background_threads(), compress=self.compress)
             with self._lock:
                 previous, self._reference = self._reference, (path, written, snapshot)
             if previous is not None:
@@ -300,7 +303,8 @@ class CheckpointManager:
             return leaf
 
         state = map_leaves(_without(state, thin.drop, ()), shrink, lambda value, _: value)
-        write_native(path, state, {**metadata, "thinned": True}, threads=background_threads())
+        metadata = {**metadata, "thinned": True}
+        write_native(path, state, metadata, threads=background_threads(), compress=self.compress)
 
     def _sweep_bases(self) -> None:
         """Delete the bases that no checkpoint needs any more."""

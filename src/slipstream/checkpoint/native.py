@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.checkpoint.predict import Moments, Recipe, apply, find_moments, prediction, recipes, sample
-from slipstream.codecs import Auto, Codec, Difference, Planes
+from slipstream.codecs import Auto, Codec, Difference, Planes, Raw
 from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError
 from slipstream.store import Container, ContainerWriter, Reference, write_container
 from slipstream.tensors import View, array_of, carrier, check_storable, plan, settled, storage_of, view_storage
@@ -163,6 +163,8 @@ def write_native(
     metadata: Any = None,
     parent: Parent | None = None,
     threads: int | None = None,
+    *,
+    compress: bool = True,
 ) -> Written:
     """Write a state to a file, durably and atomically; blocks until it is done.
 
@@ -172,6 +174,7 @@ def write_native(
         metadata: Anything of plain values that should be readable without the tensors.
         parent: Store only what changed since this checkpoint.
         threads: How many threads encode; by default one per core.
+        compress: Whether to pack what is not stored against the parent; checksums are there in any case.
 
     Raises:
         UnsupportedStateError: If the state holds anything that cannot be stored as data.
@@ -184,6 +187,8 @@ def write_native(
     except RecursionError:
         raise UnsupportedStateError("the state is nested too deeply to be stored") from None
     collector.find_memory()
+    if not compress:
+        collector.codecs = dict.fromkeys(collector.codecs, Raw())
     content = Content(collector.arrays, find_moments(state, collector.entry_of))
     depth = 0
     with write_container(path, kind=KIND, threads=threads) as writer:

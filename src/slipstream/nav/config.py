@@ -12,6 +12,7 @@ CompileMode = Literal["auto", "true", "false"]
 DynamicsKind = Literal["hummingbird", "lag"]
 StartMode = Literal["border", "line"]
 
+MAX_STATIC_OBSTACLES = 5000  # placing more takes minutes, and there is hardly room
 NUM_KINDS = 8  # of dynamic obstacles: four widths, each as a flying cuboid and as a standing cylinder
 MAX_HUMMINGBIRD_DT_S = 0.02  # the attitude loop (10 rad/s behind a rotor lag) is no longer sound beyond it
 
@@ -73,6 +74,9 @@ class NavigationConfig:
         random_clocks: Whether episodes begun by a reset of all environments are cut short by a random number of
             steps, so that they do not end all at once. Later episodes have full length.
         lidar: The range finder.
+        obstacle_speed_m_s: Slowest and fastest of the moving obstacles.
+        obstacle_range_m: How far from home they wander in x, y and z, rounded away from home on the lower side and
+            towards it on the upper one, as NavRL does: 4.5 is from 5 m below to 4 m above.
         seed: Of starts, goals and the ways of moving obstacles; ``set_seed`` replaces it.
         compile: Whether to use ``torch.compile``. ``auto``: from 256 environments on, if it works here.
 
@@ -96,6 +100,8 @@ class NavigationConfig:
     goal_truncates: bool = False
     random_clocks: bool = False
     lidar: LidarConfig = field(default_factory=LidarConfig)
+    obstacle_speed_m_s: tuple[float, float] = (0.5, 1.5)
+    obstacle_range_m: tuple[float, float, float] = (5.0, 5.0, 4.5)
     seed: int = 0
     compile: CompileMode = "auto"
 
@@ -111,6 +117,17 @@ class NavigationConfig:
         _require_choice("start", self.start, ("border", "line"))
         _require_choice("dynamics", self.dynamics, ("hummingbird", "lag"))
         _require_choice("compile", self.compile, ("auto", "true", "false"))
+        slowest, fastest = self.obstacle_speed_m_s
+        if not 0 <= slowest <= fastest < math.inf:
+            raise ConfigurationError(
+                f"obstacle_speed_m_s is {self.obstacle_speed_m_s}, expected two rising speeds from 0 on"
+            )
+        if len(self.obstacle_range_m) != 3 or not all(0 <= reach < math.inf for reach in self.obstacle_range_m):
+            raise ConfigurationError(f"obstacle_range_m is {self.obstacle_range_m}, expected three lengths from 0 on")
+        if self.num_static_obstacles > MAX_STATIC_OBSTACLES:
+            raise ConfigurationError(
+                f"num_static_obstacles is {self.num_static_obstacles}, expected at most {MAX_STATIC_OBSTACLES} boxes"
+            )
         if self.num_dynamic_obstacles % NUM_KINDS:
             raise ConfigurationError(
                 f"num_dynamic_obstacles is {self.num_dynamic_obstacles}, expected a multiple of {NUM_KINDS}: there are "

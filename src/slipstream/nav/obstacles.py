@@ -14,9 +14,6 @@ MAX_WIDTH_M = 1.0
 CUBOID_HEIGHT_M = 1.0
 CYLINDER_HEIGHT_M = 5.0
 CEILING_M = 4.5  # highest centre of a flying cuboid
-WANDER_LOW_M = (-5.0, -5.0, -5.0)  # where a goal may lie, seen from the origin
-WANDER_HIGH_M = (5.0, 5.0, 4.0)
-SPEED_RANGE_M_S = (0.5, 1.5)
 ARRIVAL_M = 0.5
 AIM_PERIOD_S = 2.0
 ORIGIN_SEED = 0x0B57AC1E  # mixed into the map's seed: origins and boxes need not be alike
@@ -59,8 +56,10 @@ class DynamicObstacles:
         half = config.map_half_extent_m
         self._low = torch.tensor([-half, -half, 0.0], device=device)
         self._high = torch.tensor([half, half, CEILING_M], device=device)
-        self._wander_low = torch.tensor(WANDER_LOW_M, device=device)
-        self._wander_span = torch.tensor(WANDER_HIGH_M, device=device) - self._wander_low
+        reach = torch.tensor(config.obstacle_range_m, device=device)
+        self._wander_low = torch.floor(-reach)
+        self._wander_span = torch.floor(reach) - self._wander_low
+        self._speed_range_m_s = config.obstacle_speed_m_s
         self.position_m = self._goal_m = self.velocity_m_s = self.origin_m
         self.restart()
 
@@ -113,7 +112,7 @@ class DynamicObstacles:
         return goal
 
     def _aim(self, draws: torch.Tensor) -> torch.Tensor:
-        slowest, fastest = SPEED_RANGE_M_S
+        slowest, fastest = self._speed_range_m_s
         offset = self._goal_m - self.position_m
         direction: torch.Tensor = offset / offset.norm(dim=1, keepdim=True).clamp(min=1e-6)
         return direction * (slowest + (fastest - slowest) * draws[:, 3:])

@@ -1,0 +1,113 @@
+"""`SerialCollector`: rollouts of an environment, one after another, on the caller's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from slipstream.collect.batches import from_state, to_state
+from slipstream.errors import ConfigurationError, StateMismatchError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+    from torchrl.envs import EnvBase
+
+
+class SerialCollector:
+    """Flies a policy in an environment and yields rollouts, without end unless told how many.
+
+    Each rollout begins where the last one ended; environments that are done are reset in between. A rollout is memory
+    of its own, which this never touches again. Unlike TorchRL's collectors, its `state_dict` is all it takes to go on
+    exactly: besides the environment's state it holds what was observed last.
+
+    Args:
+        env: A TorchRL environment with one batch axis.
+        policy: Reads an observation and writes an action, into the same TensorDict.
+        num_steps: How many steps of each environment make a rollout.
+        total_rollouts: After how many to stop; none by default. Those before a `load_state_dict` count.
+
+    Attributes:
+        env: The environment.
+        policy: What flies it.
+        num_rollouts: How many there were.
+
+    Raises:
+        ConfigurationError: If a number makes no sense.
+
+    Example:
+        >>> from slipstream.nav import NavigationConfig, NavigationEnv
+        >>> env = NavigationEnv(NavigationConfig(num_envs=2, num_static_obstacles=10))
+        >>> collector = SerialCollector(env, env.rand_action, num_steps=4, total_rollouts=1)
+        >>> [rollout.batch_size for rollout in collector]
+        [torch.Size([2, 4])]
+    """
+
+    return_same_td = False  # which tells PipelinedDataCollector that rollouts need not be copied
+
+    def __init__(self, env: EnvBase, policy: Any, num_steps: int, *, total_rollouts: int | None = None) -> None:
+        for name, value in (("num_steps", num_steps), ("total_rollouts", total_rollouts)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} is {value}, expected at least 1")
+        self.env = env
+        self.policy = policy
+        self.num_steps = num_steps
+        self.total_rollouts = total_rollouts
+        self.num_rollouts = 0
+        self._seen: TensorDictBase | None = None
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield rollouts ``[environment, time]``."""
+        while self.total_rollouts is None or self.num_rollouts < self.total_rollouts:
+            yield self.collect()
+
+    @torch.no_grad()
+    def collect(self) -> TensorDictBase:
+        """Return the next rollout."""
+        seen = self.env.reset() if self._seen is None else self._seen
+        steps = []
+        for _ in range(self.num_steps):
+            step, seen = self.env.step_and_maybe_reset(self.policy(seen))
+            steps.append(step)
+        self._seen = seen
+        self.num_rollouts += 1
+        rollout: TensorDictBase = torch.stack(steps, 1)
+        return rollout
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> Any:
+        """Seed the environment, and begin all its episodes anew with the next rollout."""
+        self._seen = None
+        return self.env.set_seed(seed, static_seed=static_seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this is: copies of the environment's state and of what was observed last."""
+        return {
+            "num_rollouts": self.num_rollouts,
+            "env": self.env.state_dict(),
+            "seen": None if self._seen is None else to_state(self._seen),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where another collector of such an environment was.
+
+        Raises:
+            StateMismatchError: If it was another environment.
+        """
+        missing = {"num_rollouts", "env", "seen"} - set(state)
+        if missing:
+            raise StateMismatchError(f"the collector's state lacks {', '.join(sorted(missing))}")
+        self.env.load_state_dict(state["env"])
+        self._seen = None if state["seen"] is None else from_state(state["seen"])
+        self.num_rollouts = int(state["num_rollouts"])
+
+    def shutdown(self, **_: Any) -> None:
+        """Close the environment."""
+        if not self.env.is_closed:
+            self.env.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
