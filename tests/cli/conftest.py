@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
 
 class Server:
-    def __init__(self, group: str) -> None:
+    def __init__(self, *group: str) -> None:
         self.group = group
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER],
@@ -48,7 +48,7 @@ class Server:
     def __call__(self, *arguments: object) -> Result:
         assert self.process.stdin
         assert self.process.stdout
-        self.process.stdin.write(json.dumps([self.group, *map(str, arguments)]) + "\n")
+        self.process.stdin.write(json.dumps([*self.group, *map(str, arguments)]) + "\n")
         self.process.stdin.flush()
         return Result(*json.loads(self.process.stdout.readline()))
 
@@ -56,9 +56,9 @@ class Server:
         return json.loads(self(*arguments, "--json").out)
 
 
-def serve(group: str) -> Iterator[Server]:
-    """Run commands of a group until the tests are done with them."""
-    server = Server(group)
+def serve(*group: str) -> Iterator[Server]:
+    """Run commands, of a group if given, until the tests are done with them."""
+    server = Server(*group)
     yield server
     assert server.process.stdin
     assert server.process.stdout
@@ -75,3 +75,8 @@ def ckpt() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def rollout() -> Iterator[Server]:
     yield from serve("rollout")
+
+
+@pytest.fixture(scope="module")
+def slipstream() -> Iterator[Server]:
+    yield from serve()

@@ -1,4 +1,4 @@
-"""The composer: what a training run is made of. So far: where its time goes."""
+"""Training: settings, the loop, evaluation, loggers, and where time goes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,51 @@
+"""``slipstream export``: a policy as ONNX or TorchScript, for the robot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLE = "slipstream export runs/last --format onnx"
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A run's folder, a checkpoint of one, or an original NavRL .pt.", show_default=False)
+    ],
+    *,
+    format: Annotated[  # noqa: A002 - the option's name
+        list[str] | None, typer.Option("--format", help="onnx or torchscript; may be repeated. Both by default.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The file, without suffix; policy in the run's folder by default.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write a policy in a form that needs no Slipstream: lidar, dynamic_obstacle, state to velocities in m/s.
+
+    Each file is checked against the policy before it is kept. The velocity is the mean action, in the goal frame.
+    """
+    from slipstream.cli.output import print_json, print_lines  # noqa: PLC0415 - keeps --help quick
+    from slipstream.errors import ConfigurationError  # noqa: PLC0415
+    from slipstream.train.export import SUFFIXES, export_policy  # noqa: PLC0415
+    from slipstream.train.policy import load_policy  # noqa: PLC0415
+
+    kinds = list(dict.fromkeys(format or SUFFIXES))
+    unknown = [kind for kind in kinds if kind not in SUFFIXES]
+    if unknown:
+        raise ConfigurationError(f"--format is {unknown[0]!r}, expected one of {', '.join(SUFFIXES)}")
+    loaded = load_policy(checkpoint)
+    base = output or (loaded.run or loaded.path.parent) / "policy"
+    written = [
+        export_policy(loaded.policy, base.with_name(base.name.removesuffix(suffix) + suffix), kind)
+        for kind, suffix in SUFFIXES.items()
+        if kind in kinds
+    ]
+    if json:
+        files = [{**vars(one), "path": str(one.path)} for one in written]
+        print_json({"checkpoint": str(loaded.path), "files": files})
+        return
+    for one in written:
+        print_lines(f"{one.path}  {one.num_bytes:,} bytes, within {one.max_error_m_s:.1g} m/s of the policy")

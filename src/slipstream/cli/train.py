@@ -1,0 +1,147 @@
+"""``slipstream train``: settings, the loop, a last evaluation, the report, and what came of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from slipstream.train.settings import TrainSettings
+    from slipstream.train.trainer import Trainer
+
+EXAMPLE = "slipstream train preset=quick name=first"
+
+_HELP = """Train a navigation policy in the embedded simulator.
+
+Settings are Hydra overrides with NavRL's names, such as env.num_envs=1024 env.num_obstacles=350
+env_dyn.num_obstacles=80 wandb.mode=offline compress_checkpoint=True; preset=quick learns in minutes on two cores,
+preset=navrl (the default) is the original's training. Everything goes to runs/<name>, and runs/last points to it.
+
+resume=runs/<name> goes on exactly where that run was; Ctrl-C saves and stops.
+"""
+
+
+def train(
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings as key=value.", show_default=False)] = None,
+    *,
+    cfg: Annotated[bool, typer.Option("--cfg", help="Print the settings as YAML, and do nothing else.")] = False,
+    evaluate: Annotated[bool, typer.Option(help="Evaluate and report at the end.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print what came of it as one JSON object.")] = False,
+) -> None:
+    """Train; see `_HELP`, which is what people see."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # has to be there before torch is
+    from slipstream.train.settings import to_yaml  # noqa: PLC0415 - keeps --help quick
+    from slipstream.train.startup import open_run, prepare_process  # noqa: PLC0415
+
+    settings, folder, is_resumed = open_run(overrides or [])
+    if cfg:
+        typer.echo(to_yaml(settings), nl=False)
+        return
+    from slipstream.cli.output import console, print_json, print_lines  # noqa: PLC0415
+    from slipstream.train.display import Display  # noqa: PLC0415
+    from slipstream.train.trainer import Trainer  # noqa: PLC0415
+
+    screen = console(stderr=json)
+    _show_log(screen)
+    for line in prepare_process(settings.num_threads):
+        screen.print(line)
+    display = Display(screen, settings.num_iterations)
+    trainer = Trainer(settings, folder, display.update)
+    try:
+        if is_resumed:
+            screen.print(f"goes on with {folder.path} after iteration {trainer.restore()}")
+        else:
+            screen.print(f"begins {folder.path}: {settings.num_iterations} iterations on {settings.torch_device()}")
+        with display:
+            stopped = trainer.run()
+        if stopped is not None:
+            at = f"{trainer.iteration} of {settings.num_iterations} iterations"
+            screen.print(f"Stopped after {at}, all of it saved. To go on: slipstream train resume={folder.path}")
+            return
+        outcome = _finish(trainer, settings, screen) if evaluate else {"run": str(folder.path)}
+    finally:
+        trainer.close()
+    print_json(outcome) if json else print_lines(*_in_words(outcome))
+    if not settings.headless and "report" in outcome:
+        typer.launch(Path(outcome["report"]).absolute().as_uri())
+
+
+train.__doc__ = _HELP
+
+
+def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str, Any]:
+    """Evaluate, report, and return what came of it all."""
+    from slipstream.cli.evaluate import fly  # noqa: PLC0415 - keeps --help quick
+    from slipstream.report import write_report  # noqa: PLC0415
+    from slipstream.train.evaluate import save_evaluation, standard_scenarios  # noqa: PLC0415
+
+    scenarios = standard_scenarios(settings)
+    results = fly(trainer.ppo.policy, settings, scenarios, settings.eval_episodes, screen)
+    about = {**trainer.about(), "seed": 1, "action": "mean"}
+    _, document = save_evaluation(results, trainer.folder.evaluations, "final", about)
+    screen.print("writing the report")
+    report = write_report(trainer.folder.path)
+    timing, saving = trainer.monitor.get_stats(window=1000), trainer.checkpoint_stats()
+    seconds = sum(timing[name]["mean"] for name in ("rollout", "update") if name in timing)
+    return {
+        "run": str(trainer.folder.path),
+        "report": str(report),
+        "iterations": trainer.iteration,
+        "env_frames": trainer.counters["env_frames"],
+        "frames_per_s": settings.frames_per_iteration / seconds if seconds else None,
+        "checkpoint_stall_ms": 1e3
+        * (saving["total_call_s"] + saving["total_barrier_s"])
+        / max(saving["save_count"], 1),
+        "checkpoint_ratio": saving["compression_ratio"],
+        "rollout_ratio": _rollout_ratio(trainer),
+        "evaluation": document["scenarios"],
+    }
+
+
+def _rollout_ratio(trainer: Trainer) -> float | None:
+    for storage in trainer.storages():
+        storage.flush()
+    stats = [storage.get_stats() for storage in trainer.storages()]
+    stored = sum(one["stored_bytes"] for one in stats)
+    return sum(one["raw_bytes"] for one in stats) / stored if stored else None
+
+
+def _in_words(outcome: dict[str, Any]) -> list[str]:
+    if "evaluation" not in outcome:
+        return [f"run                {outcome['run']}"]
+    unseen = outcome["evaluation"][0]
+
+    def rate(name: str) -> str:
+        value = unseen[name]
+        return f"{value['mean']:.3f} (95 %: {value['low']:.3f} to {value['high']:.3f})"
+
+    where = f"{unseen['num_static_obstacles']} static and {unseen['num_dynamic_obstacles']} dynamic obstacles"
+    fps = outcome["frames_per_s"]
+    lines = [
+        f"On maps it has never seen, {where}, {unseen['episodes']} episodes:",
+        f"  success            {rate('success')}",
+        f"  static collision   {rate('static_collision')}",
+        f"  dynamic collision  {rate('dynamic_collision')}",
+        f"  timeout            {rate('timeout')}",
+        f"training           {outcome['env_frames']:,} frames" + (f", {fps:,.0f} frames/s" if fps else ""),
+        f"checkpoints        {outcome['checkpoint_ratio']:.2f} times smaller, "
+        f"{outcome['checkpoint_stall_ms']:.1f} ms of stall each",
+    ]
+    if outcome["rollout_ratio"]:
+        lines.append(f"rollouts           {outcome['rollout_ratio']:.1f} times smaller")
+    return [*lines, f"report             {outcome['report']}"]
+
+
+def _show_log(screen: Any) -> None:
+    """Show what the library logs, above the live panel."""
+    import logging  # noqa: PLC0415 - keeps --help quick
+
+    from rich.logging import RichHandler  # noqa: PLC0415
+
+    log = logging.getLogger("slipstream")
+    if not log.handlers:
+        log.addHandler(RichHandler(console=screen, show_path=False, show_level=False))
+        log.setLevel(logging.INFO)

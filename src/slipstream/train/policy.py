@@ -1,0 +1,121 @@
+"""A trained policy, from wherever it is: a run, one of its checkpoints, or a file of the original NavRL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.checkpoint.load import load_checkpoint
+from slipstream.checkpoint.manager import CheckpointManager
+from slipstream.checkpoint.native import NativeFile
+from slipstream.checkpoint.state import compare_states
+from slipstream.errors import ConfigurationError, CorruptFileError, StateMismatchError
+from slipstream.nav.frame import velocity_from_unit
+from slipstream.rl.network import NavRLPolicy
+from slipstream.train.settings import TrainSettings, compose_settings, override_settings, settings_from
+
+_LISTED = 4
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy and what is known of it.
+
+    Attributes:
+        policy: Ready to act, on its settings' device.
+        settings: Of its training; NavRL's for a file that does not say.
+        path: The file it comes from.
+        run: The folder of its run, if it is of one.
+        metrics: What was saved with it.
+    """
+
+    policy: NavRLPolicy
+    settings: TrainSettings
+    path: Path
+    run: Path | None
+    metrics: Mapping[str, Any]
+
+    def about(self) -> dict[str, Any]:
+        """Return what an evaluation says of the policy: where it comes from and how long it has learned."""
+        return {
+            "checkpoint": str(self.path),
+            "iteration": self.metrics.get("iteration"),
+            "env_frames": self.metrics.get("env_frames"),
+            "dt_s": self.settings.sim.dt,
+        }
+
+
+def load_policy(path: Path, overrides: Sequence[str] = ()) -> LoadedPolicy:
+    """Load a policy; nothing in the file is executed.
+
+    Args:
+        path: A run's folder (its newest checkpoint that is sound), a native checkpoint, or a ``.pt`` of the original.
+        overrides: Settings in place of the run's; for a ``.pt``, in place of NavRL's.
+
+    Raises:
+        FileNotFoundError: If there is no such file, or no checkpoint in the folder.
+        ConfigurationError: If it holds no policy that the network takes, or the settings make no sense.
+        CorruptFileError: If it is damaged.
+    """
+    path = path.expanduser()
+    if path.is_dir():
+        path = _newest(path)
+    metrics = _metrics_of(path)
+    state = _find_policy(load_checkpoint(path), path)
+    if isinstance(metrics.get("config"), dict):
+        settings = override_settings(settings_from(metrics["config"], str(path)), overrides)
+    else:
+        settings = compose_settings(overrides)
+    policy = NavRLPolicy(action_map=velocity_from_unit)
+    problems = compare_states(policy.state_dict(), state, "policy")
+    if problems:
+        more = f" and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+        raise StateMismatchError(
+            f"{path} is not a checkpoint of NavRL's network: {'; '.join(problems[:_LISTED])}{more}"
+        )
+    policy.load_state_dict(state)
+    run = path.parent.parent if path.parent.name == "checkpoints" else None
+    return LoadedPolicy(policy.to(settings.torch_device()), settings, path, run, metrics)
+
+
+def _newest(folder: Path) -> Path:
+    inner = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    if not any(inner.glob("checkpoint_iter_*.slip")):
+        raise ConfigurationError(f"{folder} holds no checkpoint, expected the folder of a run or of its checkpoints")
+    with CheckpointManager(inner, keep_last=None) as manager:
+        for step in reversed(manager.steps()):
+            try:
+                manager.restore(step, keys=["counters"])
+            except CorruptFileError:
+                continue
+            return manager.path(step)
+    raise CorruptFileError(f"{inner}: none of its checkpoints is sound")
+
+
+def _metrics_of(path: Path) -> Mapping[str, Any]:
+    """Return the metrics that a native checkpoint was saved with; nothing for other files."""
+    with path.open("rb") as file:
+        if not file.read(8):
+            raise CorruptFileError(f"{path} is empty")
+    try:
+        with NativeFile(path) as native:
+            metadata = native.metadata
+    except CorruptFileError:
+        return {}  # a .pt, or damaged, which loading it will say
+    metrics = metadata.get("metrics") if isinstance(metadata, dict) else None
+    return metrics if isinstance(metrics, dict) else {}
+
+
+def _find_policy(state: Any, path: Path) -> Mapping[str, torch.Tensor]:
+    """Return the part of a checkpoint that is the policy: of a run of ours, of any dict with one, or all of it."""
+    for keys in (("ppo", "policy"), ("policy",), ("model",), ("state_dict",), ()):
+        found = state
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping) and any(str(key).startswith("feature_extractor.") for key in found):
+            return found
+    raise ConfigurationError(f"{path} holds no policy: nothing in it is called feature_extractor")

@@ -1,0 +1,432 @@
+"""What a training is set to: Hydra's groups with NavRL's names, checked, as objects with types.
+
+The values are in ``conf/*.yaml`` beside this module; here is what kind each of them is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+try:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Override
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+except ImportError as missing:
+    raise ImportError("training needs hydra-core: pip install 'slipstream[train]'") from missing
+
+import torch
+
+from slipstream.errors import ConfigurationError
+from slipstream.nav.config import LidarConfig, NavigationConfig
+from slipstream.rl.config import ActorConfig, CriticConfig, FeatureExtractorConfig, PPOConfig
+from slipstream.rl.network import OBSERVATION_SHAPES
+
+CONF = Path(__file__).with_name("conf")
+GROUPS = tuple(sorted(path.name for path in CONF.iterdir() if path.is_dir()))
+
+_SETTING_OF = {  # where a field of NavigationConfig comes from, for those who have only seen settings
+    "num_envs": "env.num_envs",
+    "num_static_obstacles": "env.num_obstacles",
+    "num_dynamic_obstacles": "env_dyn.num_obstacles",
+    "map_seed": "env.map_seed",
+    "start": "env.start",
+    "dynamics": "sim.dynamics",
+    "dt_s": "sim.dt",
+    "max_episode_length": "env.max_episode_length",
+    "compile": "env.compile",
+    "obstacle_speed_m_s": "env_dyn.vel_range",
+    "obstacle_range_m": "env_dyn.local_range",
+    "range_m": "sensor.lidar_range",
+    "vertical_fov_deg": "sensor.lidar_vfov",
+    "vertical_beams": "sensor.lidar_vbeams",
+}
+
+
+@dataclass
+class SensorSettings:
+    """The range finder; see ``conf/sensor``."""
+
+    lidar_range: float
+    lidar_vfov: list[float]
+    lidar_vbeams: int
+    lidar_hres: float
+
+
+@dataclass
+class EnvSettings:
+    """Drones, the field they fly in, and their episodes; see ``conf/env``."""
+
+    num_envs: int
+    num_obstacles: int
+    max_episode_length: int
+    map_seed: int
+    start: str
+    goal_truncates: bool
+    random_clocks: bool
+    compile: str
+
+
+@dataclass
+class EnvDynSettings:
+    """Obstacles that move; see ``conf/env_dyn``."""
+
+    num_obstacles: int
+    vel_range: list[float]
+    local_range: list[float]
+
+
+@dataclass
+class SimSettings:
+    """How drones fly; see ``conf/sim``."""
+
+    dynamics: str
+    dt: float
+
+
+@dataclass
+class FeatureExtractorSettings:
+    """How the feature extractor learns; see ``conf/algo``."""
+
+    learning_rate: float
+    dyn_obs_num: int
+
+
+@dataclass
+class HeadSettings:
+    """How the actor or the critic learns; see ``conf/algo``."""
+
+    learning_rate: float
+    clip_ratio: float
+
+
+@dataclass
+class AlgoSettings:
+    """PPO; see ``conf/algo`` and `PPOConfig`."""
+
+    feature_extractor: FeatureExtractorSettings
+    actor: HeadSettings
+    critic: HeadSettings
+    entropy_loss_coefficient: float
+    training_frame_num: int
+    training_epoch_num: int
+    num_minibatches: int
+    gamma: float
+    lmbda: float
+    huber_delta: float
+    max_grad_norm: float
+    value_norm_beta: float
+    max_importance_weight: float
+    learning_rate_schedule: str
+    navrl_compat: bool
+    compile: bool
+
+
+@dataclass
+class WandbSettings:
+    """Weights & Biases; see ``conf/wandb``."""
+
+    mode: str
+    project: str
+    entity: str | None
+    name: str | None
+    run_id: str | None
+
+
+@dataclass
+class TrainSettings:
+    """All that a training is set to; see ``conf/train.yaml`` for what each value means.
+
+    Raises:
+        ConfigurationError: From `check`, if a value makes no sense; says which and why.
+    """
+
+    sensor: SensorSettings
+    env: EnvSettings
+    env_dyn: EnvDynSettings
+    sim: SimSettings
+    algo: AlgoSettings
+    wandb: WandbSettings
+    name: str | None
+    run_dir: str
+    resume: str | None
+    seed: int
+    device: str
+    num_threads: int
+    headless: bool
+    max_frame_num: float
+    save_interval: int
+    eval_interval: int
+    eval_episodes: int
+    rollout_save_interval: int
+    keep_rollouts: int
+    keep_checkpoints: int
+    compress_checkpoint: bool
+    async_checkpoint_queue_size: int
+    save_compression_level: int
+    compress_lidar: bool
+    gpu_memory_limited: bool
+    use_pipelined_collector: bool
+    prefetch_count: int
+    tensorboard: bool
+
+    @property
+    def frames_per_iteration(self) -> int:
+        """How many steps of all environments together make a rollout."""
+        return self.env.num_envs * self.algo.training_frame_num
+
+    @property
+    def num_iterations(self) -> int:
+        """After how many iterations there have been `max_frame_num` frames."""
+        return max(1, math.ceil(self.max_frame_num / self.frames_per_iteration))
+
+    def navigation(self, **changes: Any) -> NavigationConfig:
+        """Return the simulation's configuration, with other values for some of its fields.
+
+        Raises:
+            ConfigurationError: If a value makes no sense.
+        """
+        sensor, env, moving = self.sensor, self.env, self.env_dyn
+        beams = 360.0 / sensor.lidar_hres if sensor.lidar_hres > 0 else 0.0
+        if beams < 1 or abs(beams - round(beams)) > 1e-6:
+            raise ConfigurationError(f"sensor.lidar_hres is {sensor.lidar_hres}, expected degrees that divide 360")
+        for name, values in (("sensor.lidar_vfov", sensor.lidar_vfov), ("env_dyn.vel_range", moving.vel_range)):
+            if len(values) != 2:
+                raise ConfigurationError(f"{name} is {values}, expected two numbers")
+        low, high = sensor.lidar_vfov
+        fields: dict[str, Any] = {
+            "num_envs": env.num_envs,
+            "num_static_obstacles": env.num_obstacles,
+            "num_dynamic_obstacles": moving.num_obstacles,
+            "map_seed": env.map_seed,
+            "start": env.start,
+            "dynamics": self.sim.dynamics,
+            "dt_s": self.sim.dt,
+            "max_episode_length": env.max_episode_length,
+            "goal_truncates": env.goal_truncates,
+            "random_clocks": env.random_clocks,
+            "obstacle_speed_m_s": tuple(moving.vel_range),
+            "obstacle_range_m": tuple(moving.local_range),
+            "seed": self.seed,
+            "compile": env.compile.lower(),
+        }
+        try:
+            lidar = LidarConfig(sensor.lidar_range, (low, high), sensor.lidar_vbeams, round(beams))
+            return NavigationConfig(**{**fields, "lidar": lidar, **changes})
+        except ConfigurationError as error:
+            name, _, problem = str(error).partition(" ")
+            raise ConfigurationError(f"{_SETTING_OF.get(name, name)} {problem}") from error
+
+    def ppo(self) -> PPOConfig:
+        """Return PPO's configuration.
+
+        Raises:
+            ConfigurationError: If a value makes no sense.
+        """
+        algo = self.algo
+        same = {field.name for field in dataclasses.fields(PPOConfig)} & set(vars(algo))
+        values = {name: getattr(algo, name) for name in same - {"feature_extractor", "actor", "critic"}}
+        try:
+            return PPOConfig(
+                feature_extractor=FeatureExtractorConfig(algo.feature_extractor.learning_rate),
+                actor=ActorConfig(algo.actor.learning_rate, algo.actor.clip_ratio),
+                critic=CriticConfig(algo.critic.learning_rate, algo.critic.clip_ratio),
+                **values,
+            )
+        except ConfigurationError as error:
+            raise ConfigurationError(f"algo.{error}") from error
+
+    def torch_device(self) -> torch.device:
+        """Return the device to train on.
+
+        Raises:
+            ConfigurationError: If there is no such device here.
+        """
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigurationError(f"device is {self.device!r}, which is not to be had here: {reason}") from error
+        return device
+
+    def check(self) -> None:
+        """Make all that is made of these settings, so that nothing is written before they are known to fit.
+
+        Raises:
+            ConfigurationError: If a value makes no sense; says which and why.
+        """
+        least = {
+            "seed": 0,
+            "num_threads": 0,
+            "eval_interval": 0,
+            "rollout_save_interval": 0,
+            "save_compression_level": 0,
+        }
+        for field in dataclasses.fields(self):
+            value, lowest = getattr(self, field.name), least.get(field.name, 1)
+            if isinstance(value, int | float) and not isinstance(value, bool) and not lowest <= value < math.inf:
+                raise ConfigurationError(f"{field.name} is {value}, expected a number of at least {lowest}")
+        if self.save_compression_level > 12:
+            raise ConfigurationError(f"save_compression_level is {self.save_compression_level}, expected 0 to 12")
+        if self.algo.feature_extractor.dyn_obs_num != OBSERVATION_SHAPES["dynamic_obstacle"][1]:
+            raise ConfigurationError(
+                f"algo.feature_extractor.dyn_obs_num is {self.algo.feature_extractor.dyn_obs_num}, expected 5: "
+                "the network is NavRL's"
+            )
+        _require_choice("algo.learning_rate_schedule", self.algo.learning_rate_schedule, ("constant", "linear"))
+        _require_choice("wandb.mode", self.wandb.mode, ("offline", "online", "disabled"))
+        lidar, ppo = self.navigation().lidar, self.ppo()
+        if (1, lidar.horizontal_beams, lidar.vertical_beams) != OBSERVATION_SHAPES["lidar"]:
+            raise ConfigurationError(
+                f"the sensor has {lidar.horizontal_beams} x {lidar.vertical_beams} beams, expected 36 x 4: the network "
+                "is NavRL's (sensor.lidar_hres=10 sensor.lidar_vbeams=4)"
+            )
+        if self.frames_per_iteration < ppo.num_minibatches:
+            raise ConfigurationError(
+                f"env.num_envs x algo.training_frame_num is {self.frames_per_iteration} steps, expected at least one "
+                f"for each of the {ppo.num_minibatches} minibatches"
+            )
+        if self.name is not None and (not self.name or Path(self.name).name != self.name or self.name == "last"):
+            raise ConfigurationError(f"name is {self.name!r}, expected the name of a folder other than 'last'")
+        self.torch_device()
+
+
+def compose_settings(overrides: Sequence[str] = ()) -> TrainSettings:
+    """Return the settings for a command line's overrides.
+
+    Args:
+        overrides: Such as ``["preset=quick", "env.num_envs=64"]``.
+
+    Raises:
+        ConfigurationError: If there is no such setting, or the value is not of its kind; says what there is.
+
+    Example:
+        >>> compose_settings(["preset=quick", "env.num_envs=64"]).env.num_envs
+        64
+    """
+    parsed = parse_overrides(overrides)
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF.absolute())):
+        known = compose("train")
+        for override in parsed:
+            _check_known(override, known)
+        try:
+            composed = compose("train", overrides=list(overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigurationError(_first_line(error)) from error
+    return settings_from(composed)
+
+
+def settings_from(values: Mapping[str, Any] | DictConfig, source: str = "the configuration") -> TrainSettings:
+    """Return settings from nested values, such as those that a run's ``config.yaml`` holds.
+
+    Raises:
+        ConfigurationError: If something is missing, unknown, or of another kind.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(TrainSettings), cast("DictConfig", values))
+        settings = cast("TrainSettings", OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigurationError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
+    settings.check()
+    return settings
+
+
+def override_settings(settings: TrainSettings, overrides: Sequence[str]) -> TrainSettings:
+    """Return settings with some values replaced, for going on with a run.
+
+    Raises:
+        ConfigurationError: If there is no such setting, or a whole group is replaced.
+    """
+    values = OmegaConf.create(dataclasses.asdict(settings))
+    for override in parse_overrides(overrides):
+        _check_known(override, values)
+        if override.key_or_group in GROUPS:
+            raise ConfigurationError(
+                f"{override.input_line} chooses a group of settings anew, but those of a run that is resumed stay: "
+                "override single ones, such as max_frame_num"
+            )
+        OmegaConf.update(values, override.key_or_group, override.value())
+    return settings_from(values)
+
+
+def to_yaml(settings: TrainSettings) -> str:
+    """Return settings as the YAML that `settings_from` reads."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(settings)))
+
+
+def load_yaml(path: Path) -> TrainSettings:
+    """Return the settings that a run's ``config.yaml`` holds.
+
+    Raises:
+        ConfigurationError: If it is not such a file.
+    """
+    try:
+        values = OmegaConf.load(path)
+    except Exception as error:
+        if isinstance(error, OSError):
+            raise
+        raise ConfigurationError(f"{path} is not YAML: {_first_line(error)}") from error
+    if not isinstance(values, DictConfig):
+        raise ConfigurationError(f"{path} holds no settings")
+    return settings_from(values, str(path))
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Return what a command line overrides.
+
+    Raises:
+        ConfigurationError: If something is not of the form ``key=value``.
+    """
+    try:
+        parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        culprit = next((text for text in overrides if "=" not in text), None)
+        problem = f"{culprit!r} is not an override" if culprit else _first_line(error)
+        raise ConfigurationError(f"{problem}, expected key=value such as env.num_envs=256") from error
+    for override in parsed:
+        if override.is_add() or override.is_delete() or override.is_sweep_override():
+            raise ConfigurationError(f"{override.input_line!r} adds, deletes or sweeps, expected key=value")
+    return parsed
+
+
+def _check_known(override: Override, known: DictConfig) -> None:
+    key = override.key_or_group
+    if key in GROUPS:
+        choices = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
+        _require_choice(key, str(override.value()), tuple(choices))
+        return
+    names = [*_flatten(OmegaConf.to_container(known)), *GROUPS]
+    if key in names:
+        return
+    close = difflib.get_close_matches(key, names, n=3) or [name for name in names if name.split(".")[-1] == key][:3]
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    raise ConfigurationError(f"there is no setting {key!r}{hint}")
+
+
+def _flatten(values: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,323 @@
+"""`Trainer`: collect, update, evaluate, log, save, and again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from slipstream.checkpoint.manager import CheckpointManager
+from slipstream.checkpoint.state import TrainingState
+from slipstream.collect.compressed import CompressedDataCollector
+from slipstream.collect.pipelined import PipelinedDataCollector
+from slipstream.collect.serial import SerialCollector
+from slipstream.errors import ConfigurationError, CorruptFileError, StateMismatchError
+from slipstream.nav.env import NavigationEnv
+from slipstream.nav.frame import velocity_from_unit
+from slipstream.rl.network import NavRLPolicy
+from slipstream.rl.ppo import PPO, Minibatches
+from slipstream.rollout.storage import RolloutStorage
+from slipstream.train.episodes import EpisodeStats
+from slipstream.train.evaluate import evaluate, save_evaluation, standard_scenarios
+from slipstream.train.folder import RunFolder, forget_after
+from slipstream.train.loggers import Logger, make_loggers
+from slipstream.train.performance import PerformanceMonitor
+from slipstream.train.settings import TrainSettings
+from slipstream.train.startup import require_memory, seed_everything
+
+logger = logging.getLogger(__name__)
+
+SUMMARY_EVERY = 100  # iterations
+BEST_BY = "train/stats.reach_goal"
+Progress = Callable[[Mapping[str, float]], None]
+
+
+class Trainer:
+    """Trains a policy in the embedded simulator, and keeps in its run's folder all that it takes to go on exactly.
+
+    One thing after another, in `run`. Checkpoints and rollouts are written in the background; a checkpoint holds
+    weights, optimizers, counters, random numbers, the environment, and what was observed last. Each iteration's line is
+    in ``metrics.jsonl`` before its checkpoint is, so that a run that is killed and resumed has every line once.
+
+    Args:
+        settings: What to train, and how.
+        folder: Of the run; made if it is not there. Nothing is written before everything else has been made.
+        on_iteration: Told the metrics of each iteration.
+
+    Attributes:
+        ppo: Policy and optimizers.
+        iteration: How many iterations there have been.
+        monitor: Where time goes.
+
+    Raises:
+        ConfigurationError: If the settings make no sense or need more memory than there is, or if another process
+            trains in the folder.
+        WriteError: If the folder cannot be written to.
+    """
+
+    def __init__(self, settings: TrainSettings, folder: RunFolder, on_iteration: Progress | None = None) -> None:
+        self.settings, self.folder, self._on_iteration = settings, folder, on_iteration
+        settings.check()
+        require_memory(settings)
+        device = settings.torch_device()
+        seed_everything(settings.seed)
+        self.env = NavigationEnv(settings.navigation(), device)
+        policy = NavRLPolicy(action_map=velocity_from_unit).to(device)
+        self.ppo = PPO(policy, settings.ppo(), compile=settings.algo.compile)
+        self.collector = _make_collector(settings, self.env, policy)
+        self.episodes = EpisodeStats(settings.env.num_envs)
+        self.counters = {"iteration": 0, "env_frames": 0}
+        self.state = TrainingState(
+            ppo=self.ppo, collector=self.collector, episodes=self.episodes, counters=self.counters
+        )
+        self.monitor = PerformanceMonitor()
+        folder.open(settings)
+        self.checkpoints = CheckpointManager(
+            folder.checkpoints,
+            keep_last=settings.keep_checkpoints,
+            keep_best=(BEST_BY, "max"),
+            max_queue_size=settings.async_checkpoint_queue_size,
+            compress=settings.compress_checkpoint,
+        )
+        self.checkpoints.guard(*self.ppo.optimizers().values())
+        self.rollouts, self.last_rollouts = _make_storages(settings, folder)
+        self._loggers: list[Logger] = []
+        self._stop: signal.Signals | None = None
+        self._saved = 0
+
+    @property
+    def iteration(self) -> int:
+        """How many iterations there have been."""
+        return self.counters["iteration"]
+
+    def run(self) -> signal.Signals | None:
+        """Train until there have been enough frames, or a signal says to stop; returns that signal.
+
+        SIGINT and SIGTERM end training after the iteration under way, with a checkpoint. A second one ends it at once.
+        """
+        timer, settings = self.monitor.timer, self.settings
+        self._forget_later()
+        with self._logging(), _stopping_on_signals(self):
+            rollouts = iter(self.collector)
+            while self.iteration < settings.num_iterations and self._stop is None:
+                with timer("iteration"):
+                    with timer("rollout"):
+                        rollout = next(rollouts)
+                    self._set_learning_rates()
+                    with timer("update"):
+                        losses = self.ppo.update(rollout, self._minibatches(), staleness=self._staleness())
+                    self.counters["iteration"] += 1
+                    self.counters["env_frames"] += settings.frames_per_iteration
+                    self.episodes.add(rollout)
+                    with timer("evaluate"):
+                        scores = self._evaluate() if _is_due(self.iteration, settings.eval_interval) else {}
+                    with timer("log"):
+                        self._log({**losses, **scores})
+                    with timer("save"):
+                        self._save(rollout)
+            if self.iteration > self._saved:
+                self._save_checkpoint(rollout)
+        self.checkpoints.flush()
+        return self._stop
+
+    def restore(self) -> int:
+        """Go on from the newest sound checkpoint of the run; returns its iteration.
+
+        Raises:
+            ConfigurationError: If there is none, or it is one of another network, or of other settings.
+        """
+        try:
+            restored = self.checkpoints.restore()
+            self.state.load_state_dict(restored.state)
+            self._saved = self.iteration
+        except FileNotFoundError:
+            raise ConfigurationError(f"{self.folder.path} holds no checkpoint to resume from") from None
+        except (StateMismatchError, CorruptFileError) as error:
+            raise ConfigurationError(f"{self.folder.path} cannot be resumed: {error}") from error
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigurationError(
+                f"{self.folder.path} cannot be resumed, its checkpoint does not fit: {reason}"
+            ) from error
+        return self.iteration
+
+    def _forget_later(self) -> None:
+        """Drop what a run that ended abruptly has left of iterations that come again."""
+        forget_after(self.folder.metrics, self.iteration)
+        for storage in self.storages():
+            for iteration in storage.iterations():
+                if iteration > self.iteration:
+                    storage.path(iteration).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Write what is queued, and let go of everything."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.folder.release)
+            stack.callback(self.collector.shutdown)
+            for storage in self.storages():
+                stack.callback(storage.close)
+            stack.callback(self.checkpoints.close)
+
+    def stop(self, number: int) -> None:
+        """End training after the iteration under way, as if the signal had come."""
+        self._stop = signal.Signals(number)
+
+    def storages(self) -> list[RolloutStorage]:
+        """Return where rollouts are kept, if anywhere."""
+        return [storage for storage in (self.rollouts, self.last_rollouts) if storage is not None]
+
+    def checkpoint_stats(self) -> dict[str, float]:
+        """Return what saving has cost and saved so far; see `AsyncCheckpointSaver.get_stats`."""
+        return self.checkpoints.saver.get_stats()
+
+    def _minibatches(self) -> Minibatches | None:
+        if not self.settings.gpu_memory_limited:
+            return None
+        number = self.settings.algo.num_minibatches
+        return lambda rollout: rollout.minibatches(number)
+
+    def _staleness(self) -> int:
+        return self.collector.staleness() if self.settings.use_pipelined_collector else 0
+
+    def _set_learning_rates(self) -> None:
+        """Set the rates of this iteration: a function of how far training is, so that resuming needs nothing."""
+        done = self.iteration / self.settings.num_iterations
+        factor = 1.0 - done if self.settings.algo.learning_rate_schedule == "linear" else 1.0
+        for name, optimizer in self.ppo.optimizers().items():
+            for group in optimizer.param_groups:
+                group["lr"] = factor * getattr(self.ppo.config, name).learning_rate
+
+    def _evaluate(self) -> dict[str, float]:
+        """Fly on unseen maps, without touching training."""
+        settings = self.settings
+        scenario = standard_scenarios(settings)[0]
+        result = evaluate(self.ppo.policy, settings, scenario, episodes=max(1, settings.eval_episodes // 2))
+        about = {**self.about(), "seed": 1, "action": "mean"}
+        save_evaluation([result], self.folder.evaluations, f"iter_{self.iteration:06d}", about)
+        return {f"eval/{scenario.name}/{name}": rate.mean for name, rate in result.rates.items()}
+
+    def about(self) -> dict[str, Any]:
+        """Return what an evaluation says of the policy: where it comes from and how long it has learned."""
+        return {
+            "checkpoint": str(self.checkpoints.path(self.iteration)),
+            "iteration": self.iteration,
+            "env_frames": self.counters["env_frames"],
+            "dt_s": self.settings.sim.dt,
+        }
+
+    def _log(self, values: dict[str, float]) -> None:
+        values["critic_loss"] = values.pop("value_loss")
+        stats = self.monitor.get_stats(window=1)
+        spent = sum(stats[name]["mean"] for name in ("rollout", "update"))
+        metrics = {
+            "env_frames": self.counters["env_frames"],
+            "time": time.time(),
+            "rollout_fps": self.settings.frames_per_iteration / spent,
+            **values,
+            **self.episodes.means(),
+            "schedule/learning_rate": self.ppo.optimizers()["actor"].param_groups[0]["lr"],
+            **{f"perf/{name}": value for name, value in self.monitor.report().items()},
+            **{f"ckpt/{name}": value for name, value in self.checkpoint_stats().items()},
+            **({f"rollouts/{n}": v for n, v in self.rollouts.get_stats().items()} if self.rollouts is not None else {}),
+        }
+        if isinstance(self.collector, CompressedDataCollector):
+            metrics |= {f"memory/{name}": value for name, value in self.collector.get_stats().items()}
+        for one in self._loggers:
+            one.log(metrics, self.iteration)
+        if self._on_iteration is not None:
+            self._on_iteration({"iteration": self.iteration, **metrics})
+        if self.iteration % SUMMARY_EVERY == 0:
+            logger.info("where time goes, iteration %d:\n%s", self.iteration, self.monitor.get_summary())
+            logger.info("checkpoints: %s", _in_words(self.checkpoint_stats()))
+
+    def _save(self, rollout: Any) -> None:
+        """Save what is due: in the background, after the iteration's line has been written."""
+        if self.rollouts is not None and _is_due(self.iteration, self.settings.rollout_save_interval):
+            self.rollouts.save(_plain(rollout), self.iteration, overwrite=True)
+        if _is_due(self.iteration, self.settings.save_interval):
+            self._save_checkpoint(rollout)
+
+    def _save_checkpoint(self, rollout: Any) -> None:
+        if self.last_rollouts is not None:
+            self.last_rollouts.save(_plain(rollout), self.iteration, overwrite=True)
+        metrics = {**self.episodes.means(), **self.counters, "config": dataclasses.asdict(self.settings)}
+        self.checkpoints.save(self.iteration, self.state.state_dict(), metrics)
+        self._saved = self.iteration
+
+    @contextlib.contextmanager
+    def _logging(self) -> Iterator[None]:
+        config = dataclasses.asdict(self.settings)
+        self._loggers = make_loggers(self.settings, config, self.folder, self.iteration + 1)
+        try:
+            yield
+        finally:
+            for one in self._loggers:
+                one.close()
+            self._loggers = []
+
+
+def _make_collector(settings: TrainSettings, env: NavigationEnv, policy: NavRLPolicy) -> Any:
+    """Return what yields rollouts, by the plan that the settings ask for."""
+    collector: Any = SerialCollector(env, policy, settings.algo.training_frame_num)
+    if settings.use_pipelined_collector:
+        collector = PipelinedDataCollector(collector, prefetch_count=settings.prefetch_count)
+    if settings.gpu_memory_limited:
+        collector = CompressedDataCollector(collector)
+    return collector
+
+
+def _make_storages(settings: TrainSettings, folder: RunFolder) -> tuple[RolloutStorage | None, RolloutStorage | None]:
+    """Return where rollouts go that are kept for themselves, and those that are kept beside checkpoints."""
+    level = settings.save_compression_level
+    kept = beside = None
+    if settings.rollout_save_interval:
+        kept = RolloutStorage(folder.rollouts, level, keep_last=settings.keep_rollouts)
+    if settings.compress_lidar:
+        beside = RolloutStorage(folder.checkpoints, level, keep_last=settings.keep_checkpoints)
+    return kept, beside
+
+
+@contextlib.contextmanager
+def _stopping_on_signals(trainer: Trainer) -> Iterator[None]:
+    """Let SIGINT and SIGTERM end training after the iteration under way; the second one does what it did before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        signal.signal(number, before[signal.Signals(number)])
+        logger.warning("%s: this iteration is finished first; once more to stop at once", signal.Signals(number).name)
+        trainer.stop(number)
+
+    for number in before:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_due(iteration: int, interval: int) -> bool:
+    return interval > 0 and iteration % interval == 0
+
+
+def _plain(rollout: Any) -> Any:
+    """Return a rollout as a TensorDict, unpacked if it is packed."""
+    return rollout.to_tensordict() if hasattr(rollout, "minibatches") else rollout
+
+
+def _in_words(stats: Mapping[str, float]) -> str:
+    saves = max(stats["save_count"], 1)
+    stall_ms = 1e3 * (stats["total_call_s"] + stats["total_barrier_s"]) / saves
+    return (
+        f"{stats['save_count']:.0f} saved, {stats['compression_ratio']:.2f} times smaller, {stall_ms:.1f} ms of stall "
+        f"each, {stats['queue_size']:.0f} queued, {stats['failed_count']:.0f} failed"
+    )

@@ -1,0 +1,163 @@
+"""``slipstream train``, ``eval`` and ``export``, from the first command to the last file."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream import NavRLPolicy, load_checkpoint
+from tests.train.conftest import SMALL
+
+
+@pytest.fixture(scope="module")
+def run(slipstream, tmp_path_factory):
+    """A finished run, which tests may read, and copy to change."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = slipstream("train", *SMALL, "name=first", f"run_dir={folder}", "compress_lidar=true", "tensorboard=true")
+    assert done.code == 0, done.err
+    (folder / "out.txt").write_text(done.out)
+    return folder / "first"
+
+
+def test_a_training_ends_with_an_evaluation_a_report_and_what_came_of_it(run):
+    out = (run.parent / "out.txt").read_text()
+    assert "denormal numbers flushed to zero" in out
+    for words in ("success ", "static collision ", "dynamic collision ", "frames/s", "of stall each"):
+        assert words in out
+    assert f"report             {run / 'report.html'}" in out
+    assert (run / "report.html").stat().st_size > 100_000
+    assert {path.name for path in (run / "eval").glob("final*")} >= {"final.json", "final_unseen.slip"}
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_run_that_is_complete_says_so_and_goes_on_if_asked_to(run, slipstream, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "first", symlinks=True)
+    again = slipstream("train", f"resume={copy}", "--no-evaluate")
+    assert again.code == 0
+    assert "after iteration 6" in again.out
+    assert len((copy / "metrics.jsonl").read_text().splitlines()) == 6
+    more = slipstream("train", f"resume={copy}", f"max_frame_num={16 * 8 * 7}", "--no-evaluate", "--json")
+    assert json.loads(more.out) == {"run": str(copy)}
+    assert len((copy / "metrics.jsonl").read_text().splitlines()) == 7
+
+
+def test_settings_can_be_looked_at_without_training(slipstream, tmp_path):
+    shown = slipstream("train", "preset=quick", f"run_dir={tmp_path}", "env.num_envs=77", "--cfg")
+    assert "num_envs: 77" in shown.out
+    assert "dynamics: lag" in shown.out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["env.num_env=4"], "there is no setting 'env.num_env'; did you mean env.num_envs"),
+        (["resume=nowhere"], "nowhere is not a folder, expected that of a run"),
+        (["env.num_envs=1000000000"], "GB of memory are free"),
+        (["preset=quick", "env.num_obstacles=100000"], "expected at most 5000 boxes"),
+        (["device=cuda:99"], "device is 'cuda:99', which is not to be had here"),
+    ],
+)
+def test_bad_input_is_one_sentence_exit_code_2_and_nothing_written(arguments, sentence, slipstream, tmp_path):
+    failed = slipstream("train", f"run_dir={tmp_path / 'runs'}", *arguments)
+    assert failed.code == 2
+    assert sentence in failed.err
+    assert failed.err.count("\n") == 1
+    assert "Traceback" not in failed.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_of_the_same_name_is_not_overwritten(run, slipstream):
+    before = (run / "config.yaml").read_text()
+    failed = slipstream("train", *SMALL, "name=first", f"run_dir={run.parent}")
+    assert failed.code == 2
+    assert f"resume={run} goes on with it" in failed.err
+    assert (run / "config.yaml").read_text() == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_permission_to_write_is_one_sentence(slipstream, tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    failed = slipstream("train", *SMALL, f"run_dir={tmp_path / 'closed'}")
+    assert failed.code == 2
+    assert "Permission denied" in failed.err
+
+
+def test_a_place_that_cannot_be_a_folder_is_one_sentence(slipstream, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    failed = slipstream("train", *SMALL, "name=x", f"run_dir={tmp_path / 'file'}")
+    assert failed.code == 2
+    assert "file" in failed.err
+    assert failed.err.count("\n") == 1
+
+
+def test_a_run_is_evaluated_in_the_scenarios_asked_for(run, slipstream, tmp_path):
+    document = slipstream.json(
+        "eval", run, "--episodes", 8, "--scenario", "empty", "--scenario", "unseen", "--output", tmp_path, "--name", "x"
+    )
+    assert [one["name"] for one in document["scenarios"]] == ["empty", "unseen"]
+    assert document["iteration"] == 6
+    assert document == json.loads((tmp_path / "x.json").read_text())
+    table = slipstream("eval", run / "checkpoints/checkpoint_iter_3.slip", "--episodes", 4, "--scenario", "training")
+    assert "Training map" in table.out
+    assert (run / "eval/evaluation.json").exists()
+
+
+def test_an_original_navrl_file_is_evaluated_and_exported(slipstream, tmp_path):
+    torch.save(NavRLPolicy().state_dict(), tmp_path / "navrl_checkpoint.pt")
+    options = ("--episodes", 4, "--scenario", "empty", "--output", tmp_path)
+    document = slipstream.json("eval", tmp_path / "navrl_checkpoint.pt", "env.max_episode_length=5", *options)
+    assert document["dt_s"] == 0.016
+    assert document["scenarios"][0]["timeout"]["mean"] == 1.0
+    exported = slipstream.json("export", tmp_path / "navrl_checkpoint.pt", "--format", "torchscript")
+    assert exported["files"][0]["path"] == str(tmp_path / "policy.ts")
+    assert exported["files"][0]["max_error_m_s"] < 1e-4
+
+
+@pytest.mark.parametrize("command", ["eval", "export"])
+def test_a_checkpoint_that_is_none_is_one_sentence(command, slipstream, tmp_path):
+    state = NavRLPolicy().state_dict()
+    torch.save({name: tensor for name, tensor in state.items() if "critic" not in name}, tmp_path / "part.pt")
+    torch.save({"weight": torch.ones(3)}, tmp_path / "other.pt")
+    (tmp_path / "garbage.pt").write_bytes(b"garbage" * 100)
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "folder").mkdir()
+    for name, sentence in {
+        "part.pt": "not a checkpoint of NavRL's network: missing policy/critic.module.weight",
+        "other.pt": "holds no policy",
+        "garbage.pt": "garbage.pt",
+        "empty.pt": "is empty",
+        "folder": "holds no checkpoint",
+        "missing": "missing",
+    }.items():
+        failed = slipstream(command, tmp_path / name)
+        assert failed.code == 2, name
+        assert sentence in failed.err
+        assert failed.err.count("\n") == 1, failed.err
+    assert not list(tmp_path.glob("policy*"))
+
+
+def test_unknown_choices_are_one_sentence(run, slipstream):
+    assert "--scenario is 'moon', expected one of unseen" in slipstream("eval", run, "--scenario", "moon").err
+    assert "--format is 'tflite', expected one of onnx" in slipstream("export", run, "--format", "tflite").err
+    assert "--name is '../x'" in slipstream("eval", run, "--name", "../x").err
+
+
+def test_a_policy_that_was_exported_lies_in_its_run(run, slipstream, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run", symlinks=True)
+    done = slipstream("export", copy)
+    assert done.code == 0, done.err
+    assert (copy / "policy.onnx").exists()
+    assert (copy / "policy.ts").exists()
+    assert "within" in done.out
+
+
+def test_a_checkpoint_of_a_run_holds_its_settings_so_it_can_be_evaluated_anywhere(run, slipstream, tmp_path):
+    steps = load_checkpoint(run / "checkpoints/checkpoint_iter_1.slip", keys=["counters"])
+    assert steps["counters"]["iteration"] == 1
+    alone = Path(shutil.copy(run / "checkpoints/checkpoint_iter_1.slip", tmp_path))
+    document = slipstream.json("eval", alone, "--episodes", 4, "--scenario", "empty", "--output", tmp_path)
+    assert document["dt_s"] == 0.1
