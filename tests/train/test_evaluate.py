@@ -116,6 +116,8 @@ def test_flights_are_recorded_moment_by_moment_and_stay_where_they_ended(tmp_pat
     assert len(world["boxes"]) == 200
     assert len(world["goals"]) == len(world["starts"]) == 5
     assert position[0].tolist() == world["starts"]
+    for start, goal, heading in zip(world["starts"], world["goals"], world["headings"], strict=True):
+        assert heading == pytest.approx(math.atan2(goal[1] - start[1], goal[0] - start[0]), abs=1e-4)
     for drone, goal in enumerate(world["goals"]):
         near = (position[-1, drone] - torch.tensor(goal)).norm() < 0.6
         assert bool(near) == (OUTCOMES[outcome[-1, drone]] == "success")

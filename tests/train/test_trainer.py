@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import ConfigurationError, load_checkpoint, load_rollout
+from slipstream import ConfigurationError, DiskFullError, load_checkpoint, load_rollout
 from slipstream.train.folder import RunFolder, read_metrics
 from slipstream.train.trainer import Trainer
 from tests.train.conftest import SMALL, small
@@ -228,3 +228,13 @@ def test_learning_rates_fall_to_nothing_if_asked_to(tmp_path, train):
     train("x", "algo.learning_rate_schedule=linear", "algo.actor.learning_rate=6e-3")
     rates = [row["schedule/learning_rate"] for row in metrics_of(tmp_path / "x")]
     assert rates == pytest.approx([6e-3, 5e-3, 4e-3, 3e-3, 2e-3, 1e-3])
+
+
+def test_a_folder_whose_settings_cannot_be_written_is_not_left_behind(tmp_path, monkeypatch):
+    def fail(path):
+        raise DiskFullError(28, f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr("slipstream.train.folder.atomic_write", fail)
+    with pytest.raises(DiskFullError, match="No space left"):
+        Trainer(small(), RunFolder(tmp_path / "x"))
+    assert not list(tmp_path.iterdir())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EXAMPLE = "slipstream eval runs/last --episodes 1024"
 
 SEED = 1
-NUM_FLIGHTS = 16
+NUM_FLIGHTS = 32
 
 
 def evaluate(

@@ -288,7 +288,7 @@ class _Recorder:
             "lidar_range_m": config.lidar.range_m,
             "starts": task.start_m[:count].tolist(),
             "goals": task.goal_m[:count].tolist(),
-            "headings": task.heading[:count].tolist(),
+            "headings": torch.atan2(task.heading[:count, 1], task.heading[:count, 0]).tolist(),
             "boxes": torch.cat([boxes.low_m, boxes.high_m, boxes.height_m.unsqueeze(1)], 1).tolist(),
             "obstacle_widths_m": obstacles.width_m.tolist(),
             "obstacle_is_cylinder": obstacles.standing.tolist(),

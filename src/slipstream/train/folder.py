@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,17 @@ class RunFolder:
             ConfigurationError: If another process trains there.
             WriteError: If it cannot be made or written to.
         """
+        is_new = not self.path.exists()
         make_folder(self.path)
-        self._claim()
-        with atomic_write(self.config) as file:
-            file.write(to_yaml(settings).encode())
+        try:
+            self._claim()
+            with atomic_write(self.config) as file:
+                file.write(to_yaml(settings).encode())
+        except BaseException:
+            self.release()
+            if is_new:
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
         link = self.path.parent / LAST
         if link.is_symlink() or not link.exists():
             temporary = link.with_name(f".{LAST}-{os.getpid()}")

@@ -1,0 +1,119 @@
+"""The top of the page: which run this is, and what came out of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slipstream.report.counters import Stalls, find_stalls, running_time_s, total
+from slipstream.report.evaluations import Quantity, Scenario
+from slipstream.report.markup import Html, element, join
+from slipstream.report.run import Run
+from slipstream.report.wording import say_count, say_duration, say_interval, say_moment, say_rate
+from slipstream.rollout.advice.wording import say_bytes, say_ratio, say_time
+
+
+def headline(run: Run) -> Html:
+    """Return the header of the page."""
+    tiles = [*_progress_tiles(run), *_storage_tiles(run)]
+    main = run.evaluation.main if run.evaluation else None
+    hero = _hero(main) if main else None
+    facts = element("dl", *(_tile(*tile) for tile in tiles), class_="tiles") if tiles else None
+    body = [part for part in (hero, facts) if part is not None]
+    if not body:
+        body = [element("p", "Nothing has been measured yet.", class_="note")]
+    return join([element("h1", run.name), _when(run), element("div", *body, class_="headline")])
+
+
+def _when(run: Run) -> Html:
+    times = run.metrics["time"]
+    times = times[np.isfinite(times)]
+    words = []
+    if len(times) and (begin := say_moment(times[0])) and (end := say_moment(times[-1])):
+        words += [f"from {begin}", f"to {end}"]
+    elif run.evaluation and run.evaluation.time and (moment := say_moment(run.evaluation.time)):
+        words.append(f"evaluated {moment}")
+    resumes = int(run.metrics.starts.sum()) - 1
+    if resumes > 0:
+        words.append(f"resumed {'once' if resumes == 1 else f'{resumes} times'}")
+    said = ", ".join(words)
+    return element("p", said[:1].upper() + said[1:], class_="when")
+
+
+def _hero(scenario: Scenario) -> Html | None:
+    success = scenario.quantities.get("success")
+    if success is None:
+        return None
+    interval = say_interval(success, percent=True)
+    flown = f" of {say_count(scenario.episodes)} flights" if scenario.episodes else " of flights"
+    return element(
+        "div",
+        element("p", say_rate(success.mean), class_="number"),
+        element("p", f"{flown.strip()} reached their goal: {scenario.title}", class_="what"),
+        interval_bar(success),
+        element("p", f"95 % interval: {interval}", class_="note") if interval else "",
+        class_="hero",
+    )
+
+
+def interval_bar(quantity: Quantity) -> Html:
+    """Return a rate as a bar, with its interval."""
+
+    def clamp(share: float) -> float:
+        return round(100 * min(max(share, 0.0), 1.0), 2)
+
+    low, high = (quantity.mean if end is None else end for end in (quantity.low, quantity.high))
+    mean, begin, end = clamp(quantity.mean), clamp(low), clamp(high)
+    return element(
+        "svg",
+        element("rect", class_="track", x=0, y=3, width=100, height=4),
+        element("rect", class_="fill", x=0, y=3, width=mean, height=4),
+        element("rect", class_="range", x=begin, y=1, width=round(max(end - begin, 0.4), 2), height=8),
+        class_="rate",
+        viewBox="0 0 100 10",
+        preserveAspectRatio="none",
+        aria_hidden="true",
+    )
+
+
+def _tile(label: str, value: str, note: str | None = None) -> Html:
+    more = element("dd", note, class_="note") if note else ""
+    return element("div", element("dt", label), element("dd", value, class_="number"), more, class_="tile")
+
+
+def _progress_tiles(run: Run) -> list[tuple[str, str, str | None]]:
+    metrics = run.metrics
+    tiles: list[tuple[str, str, str | None]] = []
+    frames, iterations = metrics.last("env_frames"), metrics.last("iteration")
+    seconds = running_time_s(metrics)
+    if frames is not None:
+        tiles.append(("Frames", say_count(frames), None))
+    if iterations is not None:
+        tiles.append(("Iterations", say_count(iterations), None))
+    if seconds is not None:
+        tiles.append(("Wall time", say_duration(seconds), "while a process ran"))
+    rates = metrics["rollout_fps"][metrics.current]
+    rates = rates[np.isfinite(rates)]
+    if len(rates):
+        tiles.append(("Frames per second", say_count(float(np.median(rates))), "median of iterations"))
+    return tiles
+
+
+def _storage_tiles(run: Run) -> list[tuple[str, str, str | None]]:
+    tiles: list[tuple[str, str, str | None]] = []
+    stalls = find_stalls(run.metrics)
+    if stalls is not None:
+        tiles.append(("Checkpoint stall", say_stall(stalls), f"per save, {say_count(stalls.num_saves)} saves"))
+    for name, raw_key, stored_key in (
+        ("Checkpoints", "ckpt/total_saved_bytes", "ckpt/total_compressed_bytes"),
+        ("Rollouts", "rollouts/raw_bytes", "rollouts/stored_bytes"),
+    ):
+        raw, stored = total(run.metrics, raw_key), total(run.metrics, stored_key)
+        if raw and stored:
+            note = f"{say_bytes(raw)} in {say_bytes(stored)}"
+            tiles.append((f"{name} packed", say_ratio(raw, stored), note))
+    return tiles
+
+
+def say_stall(stalls: Stalls) -> str:
+    """Return how long a save holds training up, on average."""
+    return say_time(stalls.per_save_ms / 1000)

@@ -1,0 +1,191 @@
+"""What there is in a run folder; nothing in it is trusted, and what is damaged is told and left out."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.errors import ConfigurationError, SlipstreamError
+from slipstream.report.evaluations import Evaluation, Scenario, read_evaluation
+from slipstream.report.flights import read_flights
+from slipstream.report.metrics import Metrics, read_metrics
+
+MAX_CONFIG_BYTES = 256 << 10
+MAX_EVALUATIONS = 200
+MAX_FILES = 100_000
+MAX_FLIGHTS = 12  # scenarios, of about a megabyte each
+MARKS = ("metrics.jsonl", "config.yaml", "checkpoints", "eval")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files under a folder.
+
+    Attributes:
+        sizes: In bytes, by their paths in the folder.
+        disk_bytes: Of all of them together; a file that has two names, as a base of checkpoints has, counts once.
+    """
+
+    sizes: dict[str, int]
+    disk_bytes: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder that was read.
+
+    Attributes:
+        folder: Where it is.
+        name: What it is called.
+        metrics: What it measured while training.
+        evaluations: In the order of their iterations, then of their times; `final`, if there is one, is the last.
+        flights: Recorded flights of one evaluation, with their scenarios, packed for the page.
+        flown: That evaluation: the last that has any.
+        config: The text of its configuration.
+        files: What is under ``checkpoints`` and ``rollouts``.
+        problems: What could not be read, in sentences.
+    """
+
+    folder: Path
+    name: str
+    metrics: Metrics = field(default_factory=Metrics)
+    evaluations: tuple[Evaluation, ...] = ()
+    flights: tuple[tuple[Scenario, dict[str, Any]], ...] = ()
+    flown: Evaluation | None = None
+    config: str | None = None
+    files: dict[str, Files] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The evaluation that counts: the last."""
+        return self.evaluations[-1] if self.evaluations else None
+
+
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """Read a run folder; changes nothing in it, and may be called while the run goes on.
+
+    Args:
+        folder: The run folder, or a link to it such as ``runs/last``.
+
+    Returns:
+        What there is; what is damaged is not in it, but in its ``problems``.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        ConfigurationError: If it is not a run folder.
+        OSError: If it may not be read.
+    """
+    path = Path(folder)
+    _check_folder(path)
+    problems: list[str] = []
+    metrics = _try(read_metrics, path / "metrics.jsonl", problems) or Metrics()
+    torn = int(metrics.cut_off)
+    if metrics.num_skipped > torn:
+        lines = metrics.num_skipped - torn
+        problems.append(f"{path / 'metrics.jsonl'}: {lines} lines are not JSON objects and were left out")
+    evaluations = _read_evaluations(path / "eval", problems)
+    flown = next((each for each in evaluations[::-1] if any(scenario.flights for scenario in each.scenarios)), None)
+    return Run(
+        folder=path,
+        name=path.resolve().name or str(path),
+        metrics=metrics,
+        evaluations=evaluations,
+        flights=_read_flights(path / "eval", flown, problems) if flown is not None else (),
+        flown=flown,
+        config=_try(_read_config, path / "config.yaml", problems),
+        files={part: _files(path / part) for part in ("checkpoints", "rollouts")},
+        problems=tuple(problems),
+    )
+
+
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        if path.exists():
+            raise ConfigurationError(f"{path}: is a file, expected a run folder")
+        raise FileNotFoundError(errno.ENOENT, "there is no such run folder", str(path))
+    present = {entry.name for entry in path.iterdir()}
+    if not present & set(MARKS):
+        raise ConfigurationError(f"{path}: is not a run folder, expected at least one of {', '.join(MARKS)} in it")
+
+
+def _try(read: Callable[[Path], T], path: Path, problems: list[str]) -> T | None:
+    """Return what could be read; if there is nothing, None; if it is damaged, None and a sentence."""
+    if path.exists() and not path.is_file():  # a pipe would keep us waiting
+        problems.append(f"{path}: is not a regular file")
+        return None
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except SlipstreamError as error:
+        problems.append(str(error))
+    except OSError as error:
+        problems.append(f"{path}: cannot be read ({error.strerror or error})")
+    return None
+
+
+def _read_config(path: Path) -> str:
+    with path.open("rb") as file:
+        content = file.read(MAX_CONFIG_BYTES + 1)
+    end = "\n(cut off here)" if len(content) > MAX_CONFIG_BYTES else ""
+    return content[:MAX_CONFIG_BYTES].decode("utf-8", "replace") + end
+
+
+def _read_evaluations(folder: Path, problems: list[str]) -> tuple[Evaluation, ...]:
+    """Return the newest evaluations, oldest first."""
+    paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem == "final", path.name))
+    if len(paths) > MAX_EVALUATIONS:
+        problems.append(f"{folder}: only the last {MAX_EVALUATIONS} of {len(paths)} evaluations are shown")
+    found = [_try(read_evaluation, path, problems) for path in paths[-MAX_EVALUATIONS:]]
+    known = [evaluation for evaluation in found if evaluation is not None]
+    return tuple(sorted(known, key=lambda each: (each.name == "final", each.iteration or 0, each.time or 0, each.name)))
+
+
+def _read_flights(
+    folder: Path, evaluation: Evaluation, problems: list[str]
+) -> tuple[tuple[Scenario, dict[str, Any]], ...]:
+    found = []
+    scenarios = [(scenario, scenario.flights) for scenario in evaluation.scenarios if scenario.flights]
+    if len(scenarios) > MAX_FLIGHTS:
+        problems.append(
+            f"{folder}: only the flights of the first {MAX_FLIGHTS} of {len(scenarios)} scenarios are shown"
+        )
+    for scenario, name in scenarios[:MAX_FLIGHTS]:
+        if name != Path(name).name:
+            problems.append(f"{name!r} is named as the flights of {scenario.name}, expected a file in eval")
+            continue
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{path}: is missing, the flights of {scenario.name} were in it")
+            continue
+        packed = _try(read_flights, path, problems)
+        if packed is not None:
+            found.append((scenario, packed))
+    return tuple(found)
+
+
+def _files(folder: Path) -> Files:
+    """Return the files under a folder, but hidden ones such as locks; links are not followed."""
+    sizes, seen, total = {}, set(), 0
+    found = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names if not name.startswith("."))
+    for path in itertools.islice(found, MAX_FILES):
+        try:
+            status = path.lstat()
+        except OSError:  # gone meanwhile
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            continue
+        sizes[str(path.relative_to(folder))] = status.st_size
+        if (status.st_dev, status.st_ino) not in seen:
+            seen.add((status.st_dev, status.st_ino))
+            total += status.st_size
+    return Files(dict(sorted(sizes.items())), total)

@@ -1,0 +1,367 @@
+"""The page as a file: what is in it, what hostile and damaged runs make of it, and what they do not."""
+
+import ast
+import json
+import logging
+import os
+import re
+import resource
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import slipstream
+from slipstream import ConfigurationError, DiskFullError, WriteError, write_report
+from slipstream.report import read_run
+from slipstream.report.markup import data_block, element, text
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+class Page(HTMLParser):
+    """The elements of a page as a browser would find them, and the text of each script."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[tuple[str | None, str]] = []
+        self.words = ""
+        self._inside = ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+        if tag == "script":
+            self.scripts.append((dict(attrs).get("type"), ""))
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "script":
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+        elif self._inside != "style":
+            self.words += data + " "
+
+    @property
+    def sections(self):
+        return [attrs["id"] for tag, attrs in self.tags if tag == "section"]
+
+    def data(self, identifier):
+        blocks = [attrs.get("id") for tag, attrs in self.tags if tag == "script"]
+        return json.loads(self.scripts[blocks.index(identifier)][1])
+
+
+def test_a_run_with_everything_has_every_section_and_its_numbers(whole_run):
+    path = write_report(whole_run)
+    page = Page(path)
+    assert path == whole_run / "report.html"
+    assert page.sections == ["flights", "learning", "evaluation", "time", "storage", "configuration"]
+    words = " ".join(page.words.split())
+    for expected in (
+        "71.2 % of 512 flights reached their goal: Unseen map",
+        "95 % interval: 67.2 to 75.2 %",
+        "Frames 49,152",
+        "Iterations 12",
+        "Wall time 36.0 s",
+        "Checkpoint stall 3.0 ms per save, 6 saves",
+        "Checkpoints packed 2.00x 48.0 MB in 24.0 MB",
+        "Rollouts packed 20.00x",
+        "Earlier evaluations (1)",
+        "21.5 s",
+        "update 1.5 s 150 ms 50 %",
+        "checkpoints: 3 files, 3.0 kB on disk",
+        ".bases/b.slip 1.5 kB",
+        "num_envs: 1024",
+        "Recorded in the evaluation final.",
+        "2.0 ms in the call of save, and 1.0 ms in which an optimizer waits",
+    ):
+        assert expected in words, expected
+
+
+def test_the_page_asks_for_nothing_but_itself(whole_run):
+    page = Page(write_report(whole_run))
+    for tag, attrs in page.tags:
+        for name in ("src", "href", "action", "poster", "data"):
+            assert (attrs.get(name) or "#").startswith(("#", "data:")), (tag, attrs)
+    policies = [attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
+    policy = str(policies[0])
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "http" not in policy
+
+
+def test_curves_evaluations_and_stalls_are_drawn_from_what_the_run_wrote(whole_run):
+    page = Page(write_report(whole_run))
+    charts = page.data("charts")
+    drawn = {series["name"]: series for chart in charts.values() for series in chart["series"] if "x" in series}
+    assert drawn["success"]["x"] == [4096 * iteration for iteration in range(2, 13)]
+    assert drawn["success"]["y"][0] == 0.5
+    assert drawn["Unseen map"] == {
+        "name": "Unseen map",
+        "color": "a",
+        "x": [6 * 4096, 12 * 4096],
+        "y": [0.7125, 0.7125],
+        "low": [0.6725, 0.6725],
+        "high": [0.7525, 0.7525],
+    }
+    assert drawn["call of save"]["y"] == [2] * 6
+    assert [part["name"] for part in charts["time-parts"]["series"]] == [
+        "rollout",
+        "update",
+        "save",
+        "evaluate",
+        "other",
+    ]
+    expected = {"features", "actor", "critic", "entropy", "in an update", "clipped", "explained variance", "return"}
+    assert expected | {"learning rate", "static", "dynamic", "staleness", "ESS", "frames/s", "length"} <= set(drawn)
+
+
+def test_a_metric_that_nobody_planned_for_gets_a_chart_too(builder):
+    run = builder()
+    run.lines({"iteration": 1, "my/own metric": 4}, {"iteration": 2, "my/own metric": 5})
+    page = Page(write_report(run.folder))
+    assert [series["y"] for chart in page.data("charts").values() for series in chart["series"]] == [[4, 5]]
+    assert "my/own metric" in page.words
+
+
+def test_points_of_lines_and_of_files_are_one_curve_and_files_have_intervals(builder, make_evaluation):
+    run = builder()
+    run.lines(
+        {"iteration": 3, "env_frames": 3 * 4096, "eval/unseen/success": 0.3},
+        {"iteration": 6, "env_frames": 6 * 4096, "eval/unseen/success": 0.71},
+    )
+    run.evaluation("iter_000006", make_evaluation(6))
+    series = Page(write_report(run.folder)).data("charts")["learning-evaluations"]["series"]
+    assert series[0]["name"] == "Unseen map"
+    assert series[0]["y"] == [0.3, 0.7125]
+    assert series[0]["low"] == [0.3, 0.6725]
+
+
+def test_an_empty_run_has_a_page_that_says_so(builder):
+    run = builder()
+    run.folder.mkdir(parents=True)
+    (run.folder / "metrics.jsonl").touch()
+    page = Page(write_report(run.folder))
+    assert "Nothing has been measured yet." in page.words
+    assert page.sections == []
+
+
+def test_sections_without_data_are_left_out(builder, line):
+    run = builder()
+    run.lines({key: value for key, value in line(1).items() if not key.startswith(("perf/", "ckpt/", "rollouts/"))})
+    page = Page(write_report(run.folder))
+    assert page.sections == ["learning", "time", "storage"]
+    assert "Checkpoint stall" not in page.words
+
+
+def test_a_hundred_thousand_lines_make_a_small_page_that_says_it_was_thinned(builder):
+    run = builder()
+    numbers = range(1, 100_001)
+    run.lines(*({"iteration": each, "env_frames": 4096 * each, "entropy": each % 7} for each in numbers))
+    path = write_report(run.folder)
+    page = Page(path)
+    assert path.stat().st_size < 9_000_000
+    entropy = next(
+        series for chart in page.data("charts").values() for series in chart["series"] if series["name"] == "entropy"
+    )
+    assert len(entropy["x"]) == 1000
+    assert (set(entropy["low"]), set(entropy["high"])) == ({0}, {6})
+    assert "The run has 100,000 lines of metrics." in page.words
+    assert "the means of 1,000 stretches" in page.words
+
+
+def test_hostile_text_is_text_wherever_it_comes_from(builder, line, make_evaluation):
+    run = builder(HOSTILE.replace("/", "_"))
+    run.lines({**line(1), HOSTILE: 3, f"eval/{HOSTILE}/success": 0.5})
+    document = make_evaluation(1)
+    for key in ("checkpoint", "action"):
+        document[key] = HOSTILE
+    for scenario in document["scenarios"]:
+        scenario |= {"name": HOSTILE, "title": HOSTILE, "flights": f"{HOSTILE}.slip"}
+    run.evaluation("final", document)
+    (run.folder / "config.yaml").write_text(f"name: {HOSTILE}\n")
+    (run.folder / "checkpoints").mkdir()
+    (run.folder / "checkpoints" / HOSTILE.replace("/", "_")).write_bytes(b"1")
+    page = Page(write_report(run.folder))
+    assert not any(tag == "img" for tag, _ in page.tags)
+    assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
+    assert len([kind for kind, _ in page.scripts if kind is None]) == 2
+    assert not any("alert(" in script for kind, script in page.scripts if kind is None)
+    assert HOSTILE in page.words
+    assert HOSTILE in {series["name"] for chart in page.data("charts").values() for series in chart["series"]}
+
+
+def test_names_that_are_not_text_do_not_stop_the_page(builder, line):
+    run = builder("r\udcffn")
+    run.lines(line(1))
+    assert "r\\udcffn" in write_report(run.folder).read_text()
+
+
+def test_markup_escapes_children_and_attributes_and_data_cannot_leave_its_element():
+    assert element("p", "<b>", class_='"') == '<p class="&quot;">&lt;b&gt;</p>'
+    assert text(text("<")) == "&lt;"
+    block = data_block("x", {"</script>": "<!--&\u2028"})
+    assert block.count("<") == 2
+    assert json.loads(block[block.index(">") + 1 : block.rindex("<")]) == {"</script>": "<!--&\u2028"}
+
+
+def test_a_damaged_flights_file_is_named_in_the_page_and_logged_and_the_others_are_shown(builder, caplog):
+    folder = builder().everything()
+    file = folder / "eval" / "final_unseen.slip"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 1
+    file.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        page = Page(write_report(folder))
+    assert "final_unseen.slip" in caplog.text
+    assert page.sections[:2] == ["problems", "flights"]
+    assert "final_unseen.slip" in page.words
+    assert [attrs["value"] for tag, attrs in page.tags if attrs.get("name") == "scenario"] == ["0"]
+    assert len(page.data("flights-0")["outcomes"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("flights", "words"),
+    [
+        ("../../secret.slip", "expected a file in eval"),
+        ("absent.slip", "absent.slip: is missing"),
+        ("/etc/passwd", "expected"),
+    ],
+)
+def test_an_evaluation_cannot_make_the_report_read_files_elsewhere(builder, make_evaluation, flights, words):
+    run = builder()
+    document = make_evaluation(1)
+    document["scenarios"][0]["flights"] = flights
+    run.evaluation("final", document)
+    found = read_run(run.folder)
+    assert found.flights == ()
+    assert len(found.problems) == 1
+    assert words in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "is not an evaluation"),
+        ('{"format": "slipstream.evaluation", "version": 9}', "is of version 9, expected 1"),
+        ('{"format": "slipstream.evaluation", "version": 1, "scenarios": [3]}', "has no list of scenarios"),
+    ],
+)
+def test_a_damaged_evaluation_is_a_problem_and_the_others_are_shown(builder, make_evaluation, content, words):
+    run = builder()
+    run.evaluation("iter_000006", make_evaluation(6))
+    (run.folder / "eval" / "final.json").write_text(content)
+    found = read_run(run.folder)
+    assert [evaluation.name for evaluation in found.evaluations] == ["iter_000006"]
+    assert words in found.problems[0]
+    assert "final.json: " in found.problems[0]
+
+
+def test_quantities_without_a_sample_or_that_are_nonsense_are_dashes(builder, make_evaluation):
+    run = builder()
+    document = make_evaluation(1)
+    document["scenarios"][0] |= {"success": None, "timeout": {"mean": "x"}, "return": {"mean": 3}, "episodes": None}
+    document["scenarios"][0] |= {"static_collision": 7, "title": None}
+    run.evaluation("final", document)
+    scenario = read_run(run.folder).evaluations[0].scenarios[0]
+    assert set(scenario.quantities) == {"dynamic_collision", "time_to_goal_s", "path_length_m", "return"}
+    assert scenario.title == "unseen"
+    write_report(run.folder)
+
+
+def test_the_last_evaluation_is_final_or_else_the_one_of_the_highest_iteration(builder, make_evaluation):
+    run = builder()
+    for iteration in (100, 20):
+        run.evaluation(f"iter_{iteration}", make_evaluation(iteration))
+    assert read_run(run.folder).evaluations[-1].iteration == 100
+    run.evaluation("again", {**make_evaluation(100), "time": 1_790_000_200.0})
+    assert read_run(run.folder).evaluations[-1].name == "again"
+    run.evaluation("final", make_evaluation(90))
+    last = read_run(run.folder).evaluation
+    assert last
+    assert last.name == "final"
+
+
+def test_a_pipe_in_place_of_a_file_is_a_problem_and_nobody_waits_for_it(builder):
+    run = builder()
+    (run.folder / "eval").mkdir(parents=True)
+    for name in ("metrics.jsonl", "config.yaml", "eval/final.json"):
+        os.mkfifo(run.folder / name)
+    assert all("is not a regular file" in problem for problem in read_run(run.folder).problems)
+    assert len(read_run(run.folder).problems) == 3
+
+
+def test_there_is_a_limit_to_what_one_evaluation_can_put_into_a_page(builder, make_evaluation):
+    run = builder()
+    document = make_evaluation(1, flights=True)
+    run.evaluation("iter_000001", {**document, "scenarios": document["scenarios"] * 20})
+    run.evaluation("iter_000002", {**document, "scenarios": document["scenarios"] * 100})
+    run.flights("unseen")
+    run.flights("empty")
+    found = read_run(run.folder)
+    assert len(found.flights) == 12
+    assert any("has 200 scenarios, expected at most 50" in problem for problem in found.problems)
+    assert any("first 12 of 40 scenarios" in problem for problem in found.problems)
+
+
+def test_a_link_to_a_run_is_that_run(builder, line):
+    run = builder("walker")
+    run.lines(line(1))
+    link = run.folder.parent / "last"
+    link.symlink_to("walker")
+    assert read_run(link).name == "walker"
+    assert write_report(link).resolve() == run.folder / "report.html"
+
+
+def test_a_missing_folder_a_file_and_a_folder_of_other_things_are_refused_in_a_sentence(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no such run folder"):
+        write_report(tmp_path / "absent")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="file: is a file, expected a run folder"):
+        write_report(tmp_path / "file")
+    with pytest.raises(ConfigurationError, match=r"is not a run folder, expected at least one of metrics\.jsonl, "):
+        write_report(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_report_that_cannot_be_written_leaves_the_older_one_and_no_litter(builder, line):
+    run = builder()
+    run.lines(line(1))
+    (run.folder / "report.html").write_text("the older report")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        with pytest.raises(DiskFullError, match="cannot write"):
+            write_report(run.folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (run.folder / "report.html").read_text() == "the older report"
+    assert sorted(os.listdir(run.folder)) == ["metrics.jsonl", "report.html"]
+
+
+def test_an_output_that_is_a_folder_is_a_write_error(builder, line, tmp_path):
+    run = builder()
+    run.lines(line(1))
+    with pytest.raises(WriteError, match="cannot write"):
+        write_report(run.folder, tmp_path)
+
+
+def test_without_plotly_it_says_what_to_install(builder, line, monkeypatch):
+    run = builder()
+    run.lines(line(1))
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigurationError, match=re.escape("pip install 'slipstream[train]'")):
+        write_report(run.folder)
+    assert not (run.folder / "report.html").exists()
+
+
+def test_the_report_reads_files_and_imports_nothing_that_lives():
+    for path in (Path(slipstream.__file__).parent / "report").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert not re.match(r"slipstream\.(train|nav|rl|collect)\b", node.module), path
