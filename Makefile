@@ -8,8 +8,8 @@ BIN := .venv/bin
 help: ## List these verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-demo: .venv/.installed ## Pack, verify and damage a checkpoint-like file, and see the damage found
-	@$(BIN)/python examples/pack_and_verify.py
+demo: .venv/.installed ## Train a policy in minutes, evaluate it and write a report; interrupted, it goes on
+	@$(BIN)/slipstream train preset=quick name=demo resume=auto
 
 test: .venv/.installed ## Run the tests
 	$(BIN)/python -m pytest
@@ -29,6 +29,8 @@ fix: .venv/.installed ## Mend what ruff can mend
 bench: .venv/.bench ## Measure against the peers and write docs/benchmarks.md
 	$(BIN)/python bench/codecs.py --write docs/benchmarks.md
 	$(BIN)/python bench/checkpoint.py --write docs/benchmarks.md
+	$(BIN)/python bench/rollout.py --write docs/benchmarks.md
+	$(BIN)/python bench/train.py --write docs/benchmarks.md
 
 docs: .venv/.docs ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict

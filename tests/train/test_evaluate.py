@@ -151,7 +151,7 @@ def test_a_rate_lies_within_its_interval_and_the_interval_within_0_and_1(counts)
 
 def test_wilsons_interval_has_the_values_of_the_textbook():
     interval = rate_interval(8, 10)
-    assert (interval.low, interval.high) == (pytest.approx(0.490, abs=1e-3), pytest.approx(0.943, abs=1e-3))
+    assert [interval.low, interval.high] == pytest.approx([0.490, 0.943], abs=1e-3)
 
 
 def test_the_interval_of_a_mean_shrinks_with_the_root_of_the_number():
