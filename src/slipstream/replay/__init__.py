@@ -1,0 +1,1 @@
+"""Replay buffers that stay packed in memory: episodes, TorchRL storages, images."""

@@ -1,0 +1,275 @@
+"""Rows of bytes, packed in small segments that can be read without their neighbours.
+
+A replay buffer is read a step here and a step there, so the unit of packing is small and decoding one must cost
+microseconds. Two ways to pack, chosen by what a row is:
+
+- `VectorRows`: about eight rows that follow each other in time, laid out with time innermost (byte ``b`` of all rows,
+  then byte ``b + 1`` of all rows), in one zstd frame. All vectors of a step share the row, so that one call decodes
+  them all.
+- `ImageRows`: every image alone, each line as its difference to the line above, Huffman-coded; or whatever of a few
+  variants packs it better.
+
+Both store what does not shrink as it is, and both return every bit as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from slipstream.codecs import parallel_map
+from slipstream.codecs.entropy import compress_zstd, decompress_zstd
+from slipstream.errors import CodecError
+
+Rows = NDArray[np.uint8]
+"""``[rows, bytes of a row]``."""
+
+SEGMENT_ROWS = 8
+_SEGMENT_BYTES = 64 << 10
+_LEVEL = 1
+_HUFFMAN = 0
+_BLOCK_BYTES = 2 << 20
+_PARALLEL_BYTES = 4 << 20
+
+_contexts = threading.local()
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which rows are wanted: of which of the segments, and where in it."""
+
+    segment: NDArray[np.int64]
+    row: NDArray[np.int64]
+
+
+def split_evenly(lengths: NDArray[np.int64], target: int) -> NDArray[np.int64]:
+    """Cut runs of the given lengths into segments of about `target` rows that never cross from one run to the next."""
+    lengths = lengths[lengths > 0]
+    pieces = np.maximum(1, (lengths + target // 2) // target)
+    small, larger = lengths // pieces, lengths % pieces
+    within = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    sizes: NDArray[np.int64] = np.repeat(small, pieces) + (within < np.repeat(larger, pieces))
+    return sizes
+
+
+@dataclass(frozen=True)
+class VectorRows:
+    """Rows of numbers, eight or so to a segment, time innermost."""
+
+    row_bytes: int
+    kind: ClassVar[str] = "vectors"
+
+    @property
+    def segment_rows(self) -> int:
+        """Eight, or fewer if rows are large: a segment is decoded whole for one row of it."""
+        return max(1, min(SEGMENT_ROWS, _SEGMENT_BYTES // max(1, self.row_bytes)))
+
+    def pack(self, rows: Rows, sizes: NDArray[np.int64], threads: int) -> list[bytes]:
+        """Pack segments; those of one size together, some megabytes at a time."""
+        starts = np.cumsum(sizes) - sizes
+        payloads: list[bytes] = [b""] * len(sizes)
+        jobs = []
+        for size in np.unique(sizes):
+            chosen = np.flatnonzero(sizes == size)
+            step = max(1, _BLOCK_BYTES // max(1, int(size) * self.row_bytes))
+            jobs += [(int(size), chosen[first : first + step]) for first in range(0, len(chosen), step)]
+
+        def run(job: tuple[int, NDArray[np.int64]]) -> None:
+            size, chosen = job
+            block = rows[starts[chosen][:, None] + np.arange(size)]
+            turned = np.ascontiguousarray(block.transpose(0, 2, 1)).reshape(len(chosen), -1)
+            for number, segment in zip(chosen, turned, strict=True):
+                payloads[number] = _compress(segment, _LEVEL)
+
+        for _ in parallel_map(run, jobs, threads):
+            pass
+        return payloads
+
+    def decode(self, payloads: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
+        """Unpack segments; they stay as they are stored, time innermost. A loop this tight is half of a batch's time.
+
+        Raises:
+            CodecError: If a segment is damaged.
+        """
+        lengths = [size * self.row_bytes for size in sizes]
+        context: zstandard.ZstdDecompressor | None = _contexts.__dict__.get("decompressor")
+        if context is None:
+            context = _contexts.decompressor = zstandard.ZstdDecompressor()
+        unpack = context.decompress
+        try:
+            segments = [
+                payload if len(payload) == length else unpack(payload, length, allow_extra_data=False)
+                for payload, length in zip(payloads, lengths, strict=True)
+            ]
+        except zstandard.ZstdError as error:
+            raise CodecError(f"a packed segment is damaged ({error})") from error
+        if list(map(len, segments)) != lengths:
+            raise CodecError("a packed segment holds other rows than it should")
+        return segments
+
+    def check(self, payloads: Sequence[bytes], sizes: Sequence[int]) -> None:
+        """Raise `CodecError` if a segment that comes from elsewhere claims another size than it should have."""
+        for payload, size in zip(payloads, sizes, strict=True):
+            length = size * self.row_bytes
+            if payload and len(payload) != length and _claimed_bytes(payload) != length:
+                raise CodecError(f"a packed segment claims {_claimed_bytes(payload)} bytes, expected {length}")
+
+    def gather(self, segments: Sequence[bytes], sizes: NDArray[np.int64], where: Where, out: Rows) -> None:
+        """Copy the first bytes of rows, as many as `out` has, out of decoded segments."""
+        place = np.empty(len(sizes), np.int64)
+        for size in np.unique(sizes).tolist() if self.row_bytes else ():
+            chosen = np.flatnonzero(sizes == size)
+            place[chosen] = np.arange(len(chosen))
+            joined = b"".join([segments[number] for number in chosen.tolist()])
+            block = np.frombuffer(joined, np.uint8).reshape(len(chosen), self.row_bytes, size)
+            mine = np.flatnonzero(sizes[where.segment] == size)
+            out[mine] = block[place[where.segment[mine]], : out.shape[1], where.row[mine]]
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Images of bytes, each packed alone.
+
+    Args:
+        row_bytes: Of one image.
+        line_bytes: Of one line of it.
+        jpeg: Quality from 1 to 100 if losses are wanted; without loss by default.
+        shape: Of one image; needed for JPEG.
+        stored: Whether to leave images as they are.
+    """
+
+    row_bytes: int
+    line_bytes: int
+    jpeg: int | None = None
+    shape: tuple[int, ...] = ()
+    stored: bool = False
+    kind: ClassVar[str] = "images"
+
+    @property
+    def segment_rows(self) -> int:
+        """One: images are large, and read one by one."""
+        return 1
+
+    def pack(self, rows: Rows, sizes: NDArray[np.int64], threads: int) -> list[bytes]:
+        """Pack images, some megabytes at a time."""
+        if self.stored:
+            return [bytes(1) + row.tobytes() for row in rows]
+        if self.jpeg is not None:
+            from slipstream.replay.jpeg import encode_jpeg  # noqa: PLC0415 - Pillow only for those who ask for it
+
+            encode = functools.partial(encode_jpeg, quality=self.jpeg)
+            return list(parallel_map(encode, [row.reshape(self.shape) for row in rows], threads))
+        if not len(rows):
+            return []
+        filtering, level = _best_way(rows[len(rows) // 2].reshape(-1, self.line_bytes))
+        step = max(1, _BLOCK_BYTES // self.row_bytes)
+
+        def run(first: int) -> list[bytes]:
+            block = rows[first : first + step].reshape(-1, self.row_bytes // self.line_bytes, self.line_bytes)
+            if filtering:
+                block = _subtract_lines(block)
+            return [_tagged(filtering, image.reshape(-1), level) for image in block]
+
+        blocks = parallel_map(run, range(0, len(rows), step), threads)
+        return [payload for block in blocks for payload in block]
+
+    def gather(self, segments: Sequence[bytes], sizes: NDArray[np.int64], where: Where, out: Rows) -> None:
+        """Unpack images into the rows of `out`, on several threads."""
+        step = max(1, _BLOCK_BYTES // self.row_bytes)
+        wanted = where.segment.tolist()
+
+        def run(first: int) -> None:
+            self._fill([segments[number] for number in wanted[first : first + step]], out[first : first + step])
+
+        threads = None if out.nbytes >= _PARALLEL_BYTES else 1
+        for _ in parallel_map(run, range(0, len(out), step), threads):
+            pass
+
+    def _fill(self, payloads: Sequence[bytes], out: Rows) -> None:
+        if self.jpeg is not None:
+            from slipstream.replay.jpeg import decode_jpeg  # noqa: PLC0415 - Pillow only for those who ask for it
+
+            for row, payload in zip(out, payloads, strict=True):
+                row[:] = decode_jpeg(payload, self.shape).reshape(-1)
+            return
+        filtered = []
+        for number, payload in enumerate(payloads):
+            tag = payload[0] if payload else -1
+            if tag not in (0, _FRAME, _LINES, _FRAME | _LINES):
+                raise CodecError(f"a packed image starts with {tag}, which is not a way this release packs images")
+            out[number] = np.frombuffer(_untagged(tag, payload, self.row_bytes), np.uint8)
+            if tag & _LINES:
+                filtered.append(number)
+        lines = out.reshape(len(out), -1, self.line_bytes)
+        if len(filtered) == len(out):
+            _add_lines(lines)
+        elif filtered:
+            some = lines[filtered]
+            _add_lines(some)
+            lines[filtered] = some
+
+
+RowPacker = VectorRows | ImageRows
+"""How the rows of one column are packed and read."""
+
+_FRAME, _LINES = 1, 2
+
+
+def _best_way(image: NDArray[np.uint8]) -> tuple[int, int]:
+    """Return the filter and the zstd level that pack an image best; Huffman codes alone unless matches pay."""
+    variants = ((0, image), (_LINES, _subtract_lines(image[None])[0]))
+    sizes = {
+        (lines, level): len(compress_zstd(pixels.reshape(-1), level)) * penalty
+        for lines, pixels in variants
+        for level, penalty in ((_HUFFMAN, 1.0), (_LEVEL, 1.1))
+    }
+    return min(sizes, key=sizes.__getitem__)
+
+
+def _subtract_lines(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    difference = np.ascontiguousarray(images).copy()
+    difference[:, 1:] -= images[:, :-1]
+    return difference
+
+
+def _add_lines(images: NDArray[np.uint8]) -> None:
+    """Undo `_subtract_lines` in place, line by line for all images at once."""
+    for line in range(1, images.shape[1]):
+        np.add(images[:, line - 1], images[:, line], out=images[:, line])
+
+
+def _tagged(lines: int, pixels: NDArray[np.uint8], level: int) -> bytes:
+    frame = compress_zstd(pixels, level)
+    if len(frame) < pixels.size:
+        return bytes([lines | _FRAME]) + frame
+    return bytes([lines]) + pixels.tobytes()
+
+
+def _untagged(tag: int, payload: bytes, size: int) -> bytes | memoryview:
+    body = memoryview(payload)[1:]
+    if tag & _FRAME:
+        return decompress_zstd(body, size)
+    if len(body) != size:
+        raise CodecError(f"a stored image holds {len(body)} bytes, expected {size}")
+    return body
+
+
+def _compress(segment: NDArray[np.uint8], level: int) -> bytes:
+    frame = compress_zstd(segment, level)
+    # A copy: the output was made for the worst case and cut, which leaves holes that nothing fits into. Kept as it is,
+    # a buffer takes seven times the memory of its bytes.
+    return bytes(memoryview(frame)) if len(frame) < segment.size else segment.tobytes()
+
+
+def _claimed_bytes(payload: bytes) -> int:
+    try:
+        return int(zstandard.frame_content_size(payload))
+    except zstandard.ZstdError:
+        return -1

@@ -1,0 +1,46 @@
+"""The unfinished end of an episode: raw rows that grow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LEAST = 16
+
+
+class Tail:
+    """Arrays of one length that are appended to; doubling keeps that O(1) amortised per row."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The memory it takes, room to grow included."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def append(self, values: Mapping[str, NDArray[Any]]) -> None:
+        """Copy rows to the end; all arrays have as many, and the same dtypes and shapes as before."""
+        count = len(next(iter(values.values())))
+        for name, rows in values.items():
+            array = self._arrays.get(name)
+            if array is None or self.length + count > len(array):
+                room = np.zeros((max(_LEAST, 2 * (self.length + count)), *rows.shape[1:]), rows.dtype)
+                if array is not None:
+                    room[: self.length] = array[: self.length]
+                array = self._arrays[name] = room
+            array[self.length : self.length + count] = rows
+        self.length += count
+
+    def values(self) -> dict[str, NDArray[Any]]:
+        """Return the rows there are, as views."""
+        return {name: array[: self.length] for name, array in self._arrays.items()}
+
+    def clear(self) -> None:
+        """Forget the rows and the memory."""
+        self.length = 0
+        self._arrays = {}

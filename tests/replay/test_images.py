@@ -1,0 +1,130 @@
+"""Images as bytes and back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from slipstream import (
+    CodecError,
+    ConfigurationError,
+    ReplayError,
+    compress_image,
+    compress_image_seq,
+    decompress_image,
+    decompress_image_seq,
+)
+
+
+def smooth(shape=(48, 40, 3)):
+    height, width = shape[0], shape[1]
+    plane = np.add.outer(np.arange(height), np.arange(width))
+    return (plane[..., None] + np.arange(shape[2]) * 20).astype(np.uint8)
+
+
+dtypes = st.sampled_from(["u1", "?", "i1", "<u2", ">u2", "<i4", "<f2", "<f4", "<f8"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtypes.flatmap(lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=9)))
+)
+def test_every_image_comes_back_bit_for_bit(image):
+    back = decompress_image(compress_image(image))
+    assert back.shape == image.shape
+    assert back.dtype == image.dtype.newbyteorder("<")
+    assert back.tobytes() == image.astype(back.dtype).tobytes()
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        np.zeros((512, 512, 3), np.uint8),
+        np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8),
+        smooth(),
+        smooth().transpose(2, 0, 1),
+        smooth()[::2, ::3],
+    ],
+    ids=["black", "noise", "smooth", "channels first", "strided"],
+)
+def test_byte_images_of_every_kind_come_back(image):
+    packed = compress_image(image)
+    assert np.array_equal(decompress_image(packed), image)
+    assert len(packed) < image.size + 64
+
+
+def test_a_pil_image_is_an_image():
+    from PIL import Image
+
+    assert np.array_equal(decompress_image(compress_image(Image.fromarray(smooth()))), smooth())
+
+
+def test_a_smooth_image_is_packed_many_times_smaller():
+    assert len(compress_image(smooth((224, 224, 3)))) < 224 * 224 * 3 / 20
+
+
+def test_jpeg_is_close_small_and_only_when_asked_for():
+    generator = np.random.default_rng(0)
+    noisy = np.clip(smooth((96, 96, 3)).astype(float) % 100 + 50 + generator.normal(0, 4, (96, 96, 3)), 0, 255).astype(
+        np.uint8
+    )
+    packed = compress_image(noisy, jpeg=90)
+    assert len(packed) < len(compress_image(noisy)) / 1.5
+    assert np.abs(decompress_image(packed).astype(int) - noisy).mean() < 6
+    for shape in ((96, 96), (96, 96, 1), (3, 96, 96)):
+        image = noisy[..., 0].reshape(shape) if 3 not in shape else noisy.transpose(2, 0, 1)
+        assert decompress_image(compress_image(image, jpeg=80)).shape == shape
+
+
+def test_a_batch_comes_back_and_can_reuse_memory():
+    batch = torch.randint(0, 255, (7, 3, 20, 30), dtype=torch.uint8)
+    packed = compress_image_seq(batch)
+    assert len(packed) == 7
+    assert np.array_equal(decompress_image_seq(packed), batch.numpy())
+    out = np.empty((7, 3, 20, 30), np.uint8)
+    assert decompress_image_seq(packed, out=out) is out
+    assert np.array_equal(out, batch.numpy())
+
+
+def test_what_is_no_image_is_refused():
+    with pytest.raises(ReplayError, match="expected a PIL image"):
+        compress_image("photo.png")
+    with pytest.raises(ReplayError, match="empty"):
+        compress_image(np.zeros((0, 3), np.uint8))
+    with pytest.raises(ReplayError, match="cannot be a JPEG"):
+        compress_image(np.zeros((8, 8, 2), np.uint8), jpeg=80)
+    with pytest.raises(ReplayError, match="expected bytes"):
+        compress_image(np.zeros((8, 8), np.float32), jpeg=80)
+    with pytest.raises(ConfigurationError, match="jpeg is 101"):
+        compress_image(smooth(), jpeg=101)
+    with pytest.raises(ReplayError, match="no images"):
+        decompress_image_seq([])
+    with pytest.raises(CodecError, match="image 1 is"):
+        decompress_image_seq([compress_image(smooth()), compress_image(smooth((8, 8, 3)))])
+    with pytest.raises(ReplayError, match="out is"):
+        decompress_image_seq([compress_image(smooth())], out=np.empty((1, 4), np.uint8))
+
+
+@pytest.mark.parametrize("kind", ["lossless", "jpeg", "float"])
+def test_a_packed_image_that_is_cut_off_or_changed_is_an_error_and_never_a_crash(kind):
+    image = smooth((16, 16, 3)).astype(np.float32) if kind == "float" else smooth((16, 16, 3))
+    packed = compress_image(image, jpeg=80 if kind == "jpeg" else None)
+    for length in range(0, len(packed), 3):
+        with pytest.raises(CodecError):
+            decompress_image(packed[:length])
+    for place in range(16):  # the header: what follows has no checksum of its own
+        changed = bytearray(packed)
+        changed[place] ^= 0xFF
+        try:
+            assert decompress_image(changed).size
+        except CodecError:
+            pass
+
+
+def test_a_header_that_claims_a_huge_image_allocates_nothing():
+    packed = bytearray(compress_image(smooth((4, 4, 3))))
+    packed[8:12] = (2**31 - 1).to_bytes(4, "little")
+    with pytest.raises(CodecError):
+        decompress_image(bytes(packed))
