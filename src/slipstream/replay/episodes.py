@@ -40,7 +40,7 @@ class EpisodeStore:
 
     An episode of ``T`` steps has ``T + 1`` frames: arrays with one row more than the others are *of frames* (an
     observation, and what the last step led to), the others *of steps* (actions, rewards, flags). Each frame is kept
-    once; ``next_<name>`` is the frame after. Vectors of about eight frames are packed together, images one by one,
+    once; ``next_<name>`` is the frame after. Vectors of four frames are packed together, images one by one,
     without loss unless JPEG is asked for.
 
     The oldest episodes go, whole, when there are more frames or bytes than allowed. Unfinished episodes (`append`) stay

@@ -3,7 +3,7 @@
 A replay buffer is read a step here and a step there, so the unit of packing is small and decoding one must cost
 microseconds. Two ways to pack, chosen by what a row is:
 
-- `VectorRows`: about eight rows that follow each other in time, laid out with time innermost (byte ``b`` of all rows,
+- `VectorRows`: four rows that follow each other in time, laid out with time innermost (byte ``b`` of all rows,
   then byte ``b + 1`` of all rows), in one zstd frame. All vectors of a step share the row, so that one call decodes
   them all.
 - `ImageRows`: every image alone, each line as its difference to the line above, Huffman-coded; or whatever of a few
@@ -31,7 +31,7 @@ from slipstream.errors import CodecError
 Rows = NDArray[np.uint8]
 """``[rows, bytes of a row]``."""
 
-SEGMENT_ROWS = 8
+SEGMENT_ROWS = 4
 _SEGMENT_BYTES = 64 << 10
 _LEVEL = 1
 _HUFFMAN = 0
@@ -61,14 +61,14 @@ def split_evenly(lengths: NDArray[np.int64], target: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class VectorRows:
-    """Rows of numbers, eight or so to a segment, time innermost."""
+    """Rows of numbers, four to a segment, time innermost."""
 
     row_bytes: int
     kind: ClassVar[str] = "vectors"
 
     @property
     def segment_rows(self) -> int:
-        """Eight, or fewer if rows are large: a segment is decoded whole for one row of it."""
+        """Four, or fewer if rows are large: a segment is decoded whole for one row of it."""
         return max(1, min(SEGMENT_ROWS, _SEGMENT_BYTES // max(1, self.row_bytes)))
 
     def pack(self, rows: Rows, sizes: NDArray[np.int64], threads: int) -> list[bytes]:

@@ -54,7 +54,7 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
 
     Give it to ``ReplayBuffer(storage=...)`` where a ``LazyTensorStorage`` would be, with any of TorchRL's samplers and
     writers. Observations under ``next`` that repeat the root one step later are not kept a second time; this is checked
-    bit for bit for every step. Vectors of about eight steps are packed together, images one by one. The newest steps
+    bit for bit for every step. Vectors of four steps are packed together, images one by one. The newest steps
     stay raw until there are enough of them to pack. Flags and ids (one bool or integer a step) stay raw, so that
     samplers that look for the ends of episodes find them without decoding.
 
