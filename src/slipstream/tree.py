@@ -53,10 +53,24 @@ class Members(dict[str, Any]):
         self.batch_size = batch_size
 
 
-def _tensordict(members: Mapping[str, Any], batch_size: Any) -> Any:
-    from tensordict import TensorDict  # noqa: PLC0415 - only for those who use it
+def import_tensordict() -> Any:
+    """Return the package tensordict, which only those need who have TensorDicts.
 
-    return TensorDict(members, batch_size=batch_size)
+    Raises:
+        ImportError: If it is not installed; names the extra that it is part of.
+    """
+    try:
+        import tensordict  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ImportError(
+            "TensorDicts need tensordict, which is not installed: pip install 'slipstream[train]', or tensordict by "
+            "itself"
+        ) from error
+    return tensordict
+
+
+def _tensordict(members: Mapping[str, Any], batch_size: Any) -> Any:
+    return import_tensordict().TensorDict(members, batch_size=batch_size)
 
 
 def map_leaves(

@@ -69,5 +69,5 @@ def test_a_library_that_is_missing_is_said_and_done_without(tmp_path, monkeypatc
     settings = small("wandb=offline", "tensorboard=true")
     (logger,) = make_loggers(settings, {}, RunFolder(tmp_path), 1)
     logger.close()
-    assert "pip install tensorboard" in caplog.text
-    assert "pip install wandb" in caplog.text
+    assert "TensorBoard is not installed, so nothing is written for it: pip install 'slipstream[train]'" in caplog.text
+    assert "Biases is not installed, so nothing is logged there: pip install 'slipstream[train]'" in caplog.text

@@ -199,6 +199,26 @@ def test_packed_rollouts_train_as_plain_ones_do_when_the_minibatches_are_the_sam
     assert plain == [pytest.approx(row, rel=1e-4) for row in packed]
 
 
+def test_a_logger_of_ones_own_is_told_every_iteration_and_closed(tmp_path):
+    class Mine:
+        told: list[int] = []
+        is_closed = False
+
+        def log(self, values, iteration):
+            assert values["env_frames"] == 128 * iteration
+            self.told.append(iteration)
+
+        def close(self):
+            self.is_closed = True
+
+    mine = Mine()
+    trainer = Trainer(small(), RunFolder(tmp_path / "x"), loggers=[mine])
+    trainer.run()
+    trainer.close()
+    assert mine.told == [1, 2, 3, 4, 5, 6]
+    assert mine.is_closed
+
+
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
     first = Trainer(small(), RunFolder(tmp_path / "x"))
     with pytest.raises(ConfigurationError, match="another process trains there"):

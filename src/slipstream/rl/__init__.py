@@ -1,6 +1,7 @@
 """NavRL's network and PPO: policy, distribution, advantages, value normalisation, updates. Knows nothing of files.
 
-`NavRLPolicy` is what collects and what is saved; `PPO` improves it from rollouts.
+`NavRLPolicy` is what collects and what is saved; `PPO` improves it from rollouts. `ImageJointEncoder` is for policies
+that see through cameras.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from slipstream.errors import NonFiniteError
 from slipstream.rl.config import ActorConfig, CriticConfig, FeatureExtractorConfig, PPOConfig
 from slipstream.rl.distributions import IndependentBeta
+from slipstream.rl.encoder import ImageJointEncoder
 from slipstream.rl.gae import GAE, generalized_advantages
 from slipstream.rl.network import NavRLPolicy
 from slipstream.rl.ppo import PPO
@@ -19,6 +21,7 @@ __all__ = [
     "ActorConfig",
     "CriticConfig",
     "FeatureExtractorConfig",
+    "ImageJointEncoder",
     "IndependentBeta",
     "NavRLPolicy",
     "NonFiniteError",

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
-from tensordict.nn import TensorDictModuleBase
-from tensordict.nn.probabilistic import InteractionType, interaction_type
 from torch import nn
 from torch.nn import functional
 
@@ -16,6 +14,15 @@ from slipstream.rl.distributions import IndependentBeta
 from slipstream.rl.folding import fold, folded_convolution, folded_linear, placement
 from slipstream.rl.gae import GAE
 from slipstream.rl.value_norm import ValueNorm
+
+try:
+    from tensordict.nn import TensorDictModuleBase
+    from tensordict.nn.probabilistic import InteractionType, interaction_type
+except ImportError as error:
+    raise ImportError(
+        "slipstream.rl needs tensordict, which is not installed: pip install 'slipstream[train]', or tensordict by "
+        "itself"
+    ) from error
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

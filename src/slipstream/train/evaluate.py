@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 
 from slipstream.errors import ConfigurationError
 from slipstream.nav.env import NavigationEnv
@@ -19,6 +18,10 @@ from slipstream.rl.network import Choice, NavRLPolicy
 from slipstream.rollout.files import save_rollout_compressed
 from slipstream.store.atomic import atomic_write, make_folder
 from slipstream.train.settings import TrainSettings
+from slipstream.tree import import_tensordict
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 OUTCOMES = ("flying", "success", "static_collision", "dynamic_collision", "out_of_bounds", "timeout")
 """How an episode can stand; the number of each is its place in here."""
@@ -277,7 +280,9 @@ class _Recorder:
         parts = {name: torch.stack(values).unsqueeze(0).cpu() for name, values in self._moments.items()}
         drone = {name: parts[name] for name in ("position", "lidar", "outcome")}
         shape = parts["outcome"].shape[:2]
-        data = TensorDict({"drone": drone, "obstacle": {"position": parts["obstacle"]}}, batch_size=shape)
+        data = import_tensordict().TensorDict(
+            {"drone": drone, "obstacle": {"position": parts["obstacle"]}}, batch_size=shape
+        )
         simulation, config, count = self._env.simulation, self._env.config, self._count
         boxes, obstacles, task = simulation.boxes, simulation.obstacles, simulation.task
         world = {

@@ -116,7 +116,8 @@ def _torchscript_runner(content: bytes) -> Any:
 
 def _to_onnx(deployed: DeployedPolicy) -> bytes:
     try:
-        import onnxscript  # noqa: F401, PLC0415 - an extra, which torch's exporter needs
+        import onnx  # noqa: F401, PLC0415 - an extra, which torch's exporter needs
+        import onnxscript  # noqa: F401, PLC0415 - the same
     except ImportError:
         raise ImportError("exporting to ONNX needs onnx and onnxscript: pip install 'slipstream[export]'") from None
     batch = torch.export.Dim("batch", min=1)

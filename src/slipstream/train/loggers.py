@@ -121,12 +121,18 @@ def make_loggers(settings: TrainSettings, config: dict[str, Any], folder: RunFol
         try:
             loggers.append(TensorBoardLogger(folder.tensorboard, first))
         except ImportError:
-            logger.warning("TensorBoard is not installed, so nothing is written for it: pip install tensorboard")
+            logger.warning(
+                "TensorBoard is not installed, so nothing is written for it: pip install 'slipstream[train]', or "
+                "tensorboard by itself"
+            )
     if settings.wandb.mode != "disabled":
         try:
             loggers.append(WandbLogger(settings.wandb, config, folder.path, folder.name))
         except ImportError:
-            logger.warning("Weights & Biases is not installed, so nothing is logged there: pip install wandb")
+            logger.warning(
+                "Weights & Biases is not installed, so nothing is logged there: pip install 'slipstream[train]', or "
+                "wandb by itself"
+            )
     return loggers
 
 

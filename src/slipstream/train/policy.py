@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class LoadedPolicy:
         }
 
 
-def load_policy(path: Path, overrides: Sequence[str] = ()) -> LoadedPolicy:
+def load_policy(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> LoadedPolicy:
     """Load a policy; nothing in the file is executed.
 
     Args:
@@ -61,7 +62,7 @@ def load_policy(path: Path, overrides: Sequence[str] = ()) -> LoadedPolicy:
         ConfigurationError: If it holds no policy that the network takes, or the settings make no sense.
         CorruptFileError: If it is damaged.
     """
-    path = path.expanduser()
+    path = Path(path).expanduser()
     if path.is_dir():
         path = _newest(path)
     metrics = _metrics_of(path)

@@ -216,7 +216,7 @@ class TrainSettings:
             "obstacle_speed_m_s": tuple(moving.vel_range),
             "obstacle_range_m": tuple(moving.local_range),
             "seed": self.seed,
-            "compile": env.compile.lower(),
+            "compile": env.compile,
         }
         try:
             lidar = LidarConfig(sensor.lidar_range, (low, high), sensor.lidar_vbeams, round(beams))
@@ -339,6 +339,7 @@ def settings_from(values: Mapping[str, Any] | DictConfig, source: str = "the con
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         raise ConfigurationError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
+    settings.env.compile = settings.env.compile.lower()  # env.compile=False is a bool to YAML, and 'False' here
     settings.check()
     return settings
 

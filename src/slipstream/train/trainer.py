@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -49,6 +49,7 @@ class Trainer:
         settings: What to train, and how.
         folder: Of the run; made if it is not there. Nothing is written before everything else has been made.
         on_iteration: Told the metrics of each iteration.
+        loggers: Of your own, besides those that the settings ask for; closed at the end of `run`.
 
     Attributes:
         ppo: Policy and optimizers.
@@ -61,8 +62,16 @@ class Trainer:
         WriteError: If the folder cannot be written to.
     """
 
-    def __init__(self, settings: TrainSettings, folder: RunFolder, on_iteration: Progress | None = None) -> None:
+    def __init__(
+        self,
+        settings: TrainSettings,
+        folder: RunFolder,
+        on_iteration: Progress | None = None,
+        *,
+        loggers: Sequence[Logger] = (),
+    ) -> None:
         self.settings, self.folder, self._on_iteration = settings, folder, on_iteration
+        self._own_loggers = list(loggers)
         settings.check()
         require_memory(settings)
         device = settings.torch_device()
@@ -253,7 +262,7 @@ class Trainer:
     @contextlib.contextmanager
     def _logging(self) -> Iterator[None]:
         config = dataclasses.asdict(self.settings)
-        self._loggers = make_loggers(self.settings, config, self.folder, self.iteration + 1)
+        self._loggers = make_loggers(self.settings, config, self.folder, self.iteration + 1) + self._own_loggers
         try:
             yield
         finally:

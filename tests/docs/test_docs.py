@@ -1,0 +1,211 @@
+"""What the documentation shows is so: code compiles, names exist, links lead somewhere, options are real."""
+
+import ast
+import importlib
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import slipstream
+from slipstream.cli import app
+from slipstream.codecs import CODECS, Raw, codec_from_header
+from slipstream.errors import CodecError
+from slipstream.train.settings import compose_settings
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+INLINE = re.compile(r"`(slipstream [^`]+)`")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    found = [Block(*match) for match in FENCE.findall(page.read_text())]
+    return [block.code for block in found if block.language == language]
+
+
+def prose(page: Path) -> str:
+    """Return a page without its blocks of code."""
+    return FENCE.sub("", page.read_text())
+
+
+def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run the Python of a page from top to bottom, in a folder of its own; returns what it left."""
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {"__name__": page.stem}
+    for code in blocks(page, "python"):
+        exec(compile(code, str(page), "exec"), names)
+    return names
+
+
+def test_there_is_something_to_test():
+    assert len(PAGES) > 25
+    assert sum(len(blocks(page, "python")) for page in PAGES) > 30
+    assert len(LINES) > 60
+
+
+@each_page
+def test_python_compiles(page):
+    for code in blocks(page, "python"):
+        compile(code, str(page), "exec")
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield modules of ours and the names that code takes from them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "slipstream":
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "slipstream":
+            yield "slipstream", node.attr
+
+
+@each_page
+def test_what_is_imported_from_here_is_there(page):
+    for code in blocks(page, "python"):
+        for module, name in imported_names(ast.parse(code)):
+            assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what headings of a page can be linked to, as Python-Markdown names them."""
+    headings = re.findall(r"^#+ +(.+?) *$", prose(page), re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(prose(page)):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{link} leads to {target}"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: {target.name} has {sorted(anchors(target))}"
+
+
+def console_lines(page: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the commands that a page shows, each side of ``a|b`` by itself, and whether they are there to be typed."""
+    typed = [line[2:] for code in blocks(page, "console") for line in code.splitlines() if line.startswith("$ ")]
+    mentioned = [" ".join(span.split()) for span in INLINE.findall(prose(page))]
+    for line, is_typed in [*((line, True) for line in typed), *((line, False) for line in mentioned)]:
+        words = shlex.split(line, comments=True)
+        ends = [number for number, word in enumerate(words) if word in ("&&", "||", "|", ">")]
+        words = words[: min(ends, default=len(words))]
+        if words[:1] == ["slipstream"]:
+            choices = list(itertools.product(*(word.split("|") for word in words)))
+            yield from ((shlex.join(choice), is_typed and len(choices) == 1) for choice in choices)
+
+
+def find_command(words: list[str]) -> tuple[Any, list[str]]:
+    """Return the command that words name, and what is left of them."""
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        assert words[0] in command.commands, f"there is no {words[0]!r}, there are {', '.join(command.commands)}"
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+LINES = sorted({line for page in PAGES for line in console_lines(page)})
+
+
+@pytest.mark.parametrize(("line", "is_typed"), LINES, ids=[line for line, _ in LINES])
+def test_commands_and_options_that_are_shown_exist(line, is_typed):
+    words = shlex.split(line)[1:]
+    if words[0].isupper():  # slipstream COMMAND --help
+        return
+    command, rest = find_command(words)
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= {*options, "--help"}
+    if is_typed and not hasattr(command, "commands"):
+        context = command.make_context(command.name, list(rest))  # parses, and runs nothing
+        overrides = context.params.get("overrides") or []
+        if overrides and not any(override.startswith("resume=") for override in overrides):
+            compose_settings(overrides)
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", navigation, re.MULTILINE)
+    assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in sorted(ROOT.glob("docs/**/*.md"))]
+
+
+def test_every_public_name_is_in_the_reference():
+    documented = re.findall(r"^::: slipstream\.([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    homes = {
+        f"{home.removeprefix('slipstream.')}.{name}" for home, names in slipstream._HOMES.items() for name in names
+    }
+    errors = {f"errors.{name}" for name in importlib.import_module("slipstream.errors").__all__}
+    assert homes - errors - set(documented) == set()
+    assert "errors" in documented
+
+
+def test_the_tests_that_guarantees_name_exist():
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    named = re.findall(r"`((?:tests/)?[\w/]*test_\w+\.py)`", page)
+    assert len(named) > 20
+    assert [name for name in named if not any(path.endswith(f"/{name}") or path == name for path in files)] == []
+    functions = re.findall(r"`(test_\w+)`", page)
+    assert [name for name in functions if not any(f"def {name}(" in text for text in files.values())] == []
+
+
+def test_the_quickstart_runs(tmp_path, monkeypatch):
+    names = run_page(ROOT / "docs" / "quickstart.md", tmp_path, monkeypatch)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "demos.hdf5", "rollouts"]
+    assert names["restored"].step == 20
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """What the page about extending leaves: a codec, a described dataset, a logged run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CODECS, "counting", Raw)  # so that what the page registers is taken back
+        yield run_page(ROOT / "docs" / "extending.md", tmp_path_factory.mktemp("extending"), patch)
+
+
+def test_the_page_about_extending_runs(extended):
+    assert extended["entry"].stored_bytes < extended["entry"].nbytes // 1000
+    assert (extended["found"].num_episodes, extended["found"].num_transitions) == (3, 60)
+    assert len(Path("run.csv").read_text().splitlines()) == 3
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    array=hnp.arrays(
+        st.sampled_from(["u1", "i2", "f4", "i8", "c16", "?"]), hnp.array_shapes(min_dims=0, min_side=0, max_side=6)
+    )
+)
+def test_the_codec_of_that_page_gives_back_every_bit_and_refuses_the_rest(extended, array):
+    codec = extended["Counting"]()
+    payload = codec.encode(array)
+    assert codec.decode(payload, array.dtype, array.shape).tobytes() == array.tobytes()
+    assert codec_from_header(codec.to_header()) == codec
+    for other, shape in ((payload[:-1], array.shape), (payload, (*array.shape, 2))):
+        if array.size:  # of nothing there is nothing to lose
+            with pytest.raises(CodecError):
+                codec.decode(other, array.dtype, shape)
+
+
+def test_that_codec_takes_arrays_of_any_layout(extended):
+    array = np.arange(24, dtype=np.uint16).reshape(4, 6)[::-1, ::2]
+    codec = extended["Counting"](level=9)
+    assert (extended["Counting"]().decode(codec.encode(array), array.dtype, array.shape) == array).all()
