@@ -30,7 +30,9 @@ bench: .venv/.bench ## Measure against the peers and write docs/benchmarks.md
 	$(BIN)/python bench/codecs.py --write docs/benchmarks.md
 	$(BIN)/python bench/checkpoint.py --write docs/benchmarks.md
 	$(BIN)/python bench/rollout.py --write docs/benchmarks.md
-	$(BIN)/python bench/train.py --write docs/benchmarks.md
+	$(BIN)/python bench/replay.py --quick --write docs/benchmarks.md
+	$(BIN)/python bench/datasets.py --quick --write docs/benchmarks.md
+	$(BIN)/python bench/train.py --quick --write docs/benchmarks.md
 
 docs: .venv/.docs ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict

@@ -18,9 +18,10 @@ LAYERS = [
     {"codecs", "nav", "rl"},
     {"store"},
     {"tensors", "tree"},
-    {"checkpoint", "rollout"},
+    {"checkpoint", "datasets", "replay", "rollout"},
     {"collect"},
     {"train"},
+    {"report"},
     {"cli", "__main__"},
 ]
 TORCH_FREE = ("errors", "codecs", "store", "cli")

@@ -11,7 +11,10 @@
     ├── UnsupportedDtypeError (TypeError)     an array whose elements are not plain numbers
     ├── UnsupportedStateError (TypeError)     state that cannot be stored as data, such as an arbitrary object
     ├── StateMismatchError    (ValueError)    a checkpoint of another model; lists what differs
-    ├── NonFiniteError        (FloatingPointError) a loss, gradient or target is NaN or infinite
+    ├── NonFiniteError        (FloatingPointError) a loss, gradient, target or recorded value is not finite
+    ├── DatasetError          (ValueError)    a recording that does not fit: lengths, shapes, links; or it changed
+    ├── ReplayError           (ValueError)    an episode or a batch that a replay buffer cannot hold, or cannot give
+    ├── OutOfRangeError       (IndexError)    an index that is not there
     ├── RolloutError          (ValueError)    a batch that is not a rollout: no time axis, time first, ragged
     ├── TornStateError        (RuntimeError)  guarded state changed while it was being copied; nothing was written
     ├── WriteError            (OSError)       a write failed; the previous file is untouched
@@ -30,12 +33,15 @@ __all__ = [
     "CodecError",
     "ConfigurationError",
     "CorruptFileError",
+    "DatasetError",
     "DiskFullError",
     "FormatVersionError",
     "JobSkippedError",
     "MissingEntryError",
     "NonFiniteError",
+    "OutOfRangeError",
     "QueueFullError",
+    "ReplayError",
     "RolloutError",
     "SlipstreamError",
     "StateMismatchError",
@@ -86,11 +92,23 @@ class StateMismatchError(SlipstreamError, ValueError):
 
 
 class NonFiniteError(SlipstreamError, FloatingPointError):
-    """A loss, a gradient or a target is NaN or infinite; nothing was changed by it."""
+    """A loss, a gradient, a target or a recorded value is NaN or infinite; nothing was changed by it."""
+
+
+class DatasetError(SlipstreamError, ValueError):
+    """A recorded dataset contradicts itself or what is asked of it, was closed, or changed since it was opened."""
 
 
 class RolloutError(SlipstreamError, ValueError):
     """A batch is not a rollout: no time axis, time before environments, keys that differ between environments."""
+
+
+class ReplayError(SlipstreamError, ValueError):
+    """An episode or a batch does not fit a replay buffer, or it cannot give what was asked for."""
+
+
+class OutOfRangeError(SlipstreamError, IndexError):
+    """An index is negative or beyond the last element; the message says what there is."""
 
 
 class TornStateError(SlipstreamError, RuntimeError):

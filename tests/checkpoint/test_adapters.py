@@ -70,7 +70,7 @@ for make, package in (
     try:
         make()
     except ImportError as error:
-        assert str(error).endswith(f"pip install {package}"), error
+        assert str(error).endswith(f"pip install 'slipstream[adapters]', or {package} by itself"), error
     else:
         raise AssertionError(package)
 """

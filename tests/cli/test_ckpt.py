@@ -276,7 +276,7 @@ def test_a_missing_safetensors_package_is_one_sentence(run, tmp_path):
     result = alone("convert", step_file(run, 100), tmp_path / "a.safetensors", PYTHONPATH=str(tmp_path / "hidden"))
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("slipstream: ")
-    assert result.stderr.endswith("pip install safetensors\n")
+    assert result.stderr.endswith("pip install 'slipstream[safetensors]'\n")
 
 
 def test_diff_says_what_is_missing_what_differs_and_by_how_much(ckpt, tmp_path):
@@ -343,6 +343,8 @@ def test_prune_neither_counts_nor_deletes_damaged_checkpoints(ckpt, run):
     step_file(run, 400).write_bytes(b"")
     dry = ckpt("prune", run, "--keep-last", 1, "--dry-run")
     assert dry.out == f"{run}: would delete 2 of 4 checkpoints: 100, 200\n"
+    told = ckpt.json("prune", run, "--keep-last", 1, "--dry-run")
+    assert told == {"folder": str(run), "checkpoints": 4, "deleted": [100, 200], "dry_run": True}
     assert ckpt("prune", run, "--keep-last", 1).code == 0
     assert steps(run) == [300, 400]
 

@@ -56,7 +56,10 @@ def assert_same_runs(one: Path, other: Path, iterations: int = 6) -> None:
     assert metrics_of(one) == metrics_of(other)
     assert [row["iteration"] for row in metrics_of(one)] == list(range(1, iterations + 1))
     name = f"checkpoints/checkpoint_iter_{iterations}.slip"
-    assert_same(load_checkpoint(one / name), load_checkpoint(other / name))
+    states = [load_checkpoint(run / name) for run in (one, other)]
+    if "orders" in states[0]["collector"]:  # how far ahead rollouts had been collected by then is a matter of luck
+        states = [{key: value for key, value in state.items() if key != "collector"} for state in states]
+    assert_same(*states)
     files = sorted(path.relative_to(one) for path in one.glob("*/rollout_*.slip"))
     assert files == sorted(path.relative_to(other) for path in other.glob("*/rollout_*.slip"))
     assert len(files) >= iterations
@@ -201,8 +204,8 @@ def test_packed_rollouts_train_as_plain_ones_do_when_the_minibatches_are_the_sam
 
 def test_a_logger_of_ones_own_is_told_every_iteration_and_closed(tmp_path):
     class Mine:
-        told: list[int] = []
-        is_closed = False
+        def __init__(self):
+            self.told, self.is_closed = [], False
 
         def log(self, values, iteration):
             assert values["env_frames"] == 128 * iteration

@@ -63,6 +63,7 @@ def load_checkpoint(
         CorruptFileError: If the file is damaged, cut off, or refused.
         FormatVersionError: If a newer release wrote it.
         KeyError: If nothing in it matches `keys`.
+        ImportError: If it is a safetensors file, and that package is not installed.
 
     Example:
         >>> import torch
@@ -117,7 +118,9 @@ def _load_safetensors(path: Path, device: str | torch.device) -> Any:
     try:
         from safetensors.torch import load_file  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise CorruptFileError(f"{path}: reading safetensors needs pip install safetensors") from error
+        raise ImportError(
+            f"{path}: is a safetensors file, and that package is not installed: pip install 'slipstream[safetensors]'"
+        ) from error
     try:
         return load_file(path, device=str(device))
     except Exception as error:

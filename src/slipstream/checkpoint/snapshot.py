@@ -14,6 +14,7 @@ broken promise is found: the snapshot is given up with `TornStateError` instead 
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import copy
 import os
@@ -407,7 +408,8 @@ def take_snapshot(state: Any, guard: Guard, pool: BufferPool, *, opaque: bool) -
         snapshot._parts.append(snapshot._later)
     if later or snapshot._events:
         guard.watch(snapshot)
-        threading.Thread(target=snapshot.copy_later, name="slipstream-copy", daemon=True).start()
+        # Not threading.Thread: its start() waits until the other thread lets go of Python's lock again.
+        _thread.start_new_thread(snapshot.copy_later, ())
     else:
         snapshot.copy_later()
     return snapshot

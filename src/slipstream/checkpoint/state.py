@@ -99,8 +99,10 @@ def _set(part: Any, state: Any) -> None:
 
 
 def _global_rng() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": random.getstate(),
+        # As an array: a snapshot looks at every leaf, and 625 numbers would take longer than all the rest.
+        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
@@ -110,7 +112,11 @@ def _global_rng() -> dict[str, Any]:
 
 
 def _set_global_rng(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
+    python = state["python"]
+    if isinstance(python, Mapping):
+        random.setstate((python["version"], tuple(int(word) for word in python["words"]), python["gauss"]))
+    else:
+        random.setstate(python)  # as checkpoints had it before
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():

@@ -8,12 +8,12 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from slipstream import __version__
-from slipstream.cli import advise, ckpt, rollout
+from slipstream.cli import advise, ckpt, data, doctor, evaluate, export, report, rollout, train
 
 app = typer.Typer(
     help="The data plane of a robot-learning training loop.",
@@ -24,9 +24,16 @@ app = typer.Typer(
 )
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(rollout.app, name="rollout")
+app.add_typer(data.app, name="data")
+app.command(epilog=f"Example: {train.EXAMPLE}")(train.train)
+app.command("eval", epilog=f"Example: {evaluate.EXAMPLE}")(evaluate.evaluate)
+app.command(epilog=f"Example: {report.EXAMPLE}")(report.report)
+app.command(epilog=f"Example: {export.EXAMPLE}")(export.export)
 app.command(epilog=f"Example: {advise.EXAMPLE}")(advise.advise)
+app.command(epilog=f"Example: {doctor.EXAMPLE}")(doctor.doctor)
 
 FileArgument = Annotated[Path, typer.Argument(help="A file that Slipstream wrote.", show_default=False)]
+_UsageError: Any = typer.BadParameter.__base__  # by a public name: the module it is in depends on typer's version
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
@@ -65,11 +72,25 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to stop
     try:
-        app()
-    except SlipstreamError as error:
+        code = app(standalone_mode=False)  # or typer would print a wrong command line as four lines
+    except _UsageError as error:
+        _explain(error)
+    except typer.Abort:
+        _fail("stopped")
+    except (SlipstreamError, ImportError) as error:  # an extra that is not installed is named, with how to get it
         _fail(str(error))
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    sys.exit(code)
+
+
+def _explain(error: Any) -> NoReturn:
+    """Say in one line what is wrong with a command line; a group without a command is a question, and gets help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        sys.exit(error.exit_code)
+    sentence = " ".join(error.format_message().split()).rstrip(".")
+    _fail(f"{sentence} (see {error.ctx.command_path} --help)" if error.ctx else sentence)
 
 
 def _fail(sentence: str) -> NoReturn:

@@ -12,6 +12,7 @@ import torch
 
 from slipstream.collect.streams import Fence
 from slipstream.errors import UnsupportedStateError
+from slipstream.tree import import_tensordict
 
 Batch = Any
 """A TensorDict; or nested dicts, lists and tuples of tensors."""
@@ -173,9 +174,9 @@ def _tensordict_to_state(batch: Any) -> dict[str, Any]:
 
 
 def _tensordict_from_state(state: Mapping[str, Any]) -> Any:
-    from tensordict import TensorDict  # noqa: PLC0415 - only for those who use it
-
-    batch = TensorDict({}, batch_size=state["batch_size"], names=state["names"], device=state["device"])
+    batch = import_tensordict().TensorDict(
+        {}, batch_size=state["batch_size"], names=state["names"], device=state["device"]
+    )
     for key, value in state["members"].items():
         if isinstance(value, torch.Tensor):
             batch.set(key, value)

@@ -12,7 +12,9 @@ try:
     from torchrl.data import Bounded, Categorical, Composite, Unbounded
     from torchrl.envs import EnvBase
 except ImportError as error:
-    raise ImportError("NavigationEnv needs torchrl: pip install torchrl") from error
+    raise ImportError(
+        "NavigationEnv needs torchrl, which is not installed: pip install 'slipstream[train]', or torchrl by itself"
+    ) from error
 
 from slipstream.nav.config import NavigationConfig
 from slipstream.nav.frame import MAX_SPEED_M_S

@@ -17,7 +17,9 @@ try:
     from gymnasium.vector import AutoresetMode, VectorEnv
     from gymnasium.vector.utils import batch_space
 except ImportError as error:
-    raise ImportError("NavigationVectorEnv needs gymnasium: pip install gymnasium") from error
+    raise ImportError(
+        "NavigationVectorEnv needs gymnasium, which is not installed: pip install 'slipstream[gym]'"
+    ) from error
 
 from slipstream.nav.config import NavigationConfig
 from slipstream.nav.frame import MAX_SPEED_M_S

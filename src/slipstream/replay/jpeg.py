@@ -17,7 +17,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image  # noqa: PLC0415 - only for those who ask for it
     except ImportError as error:
-        raise ImportError("JPEG needs Pillow: pip install pillow") from error
+        raise ImportError("JPEG needs Pillow: pip install 'slipstream[images]'") from error
     return Image
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 try:
     from torchrl.data.replay_buffers.samplers import Sampler
 except ImportError as error:
-    raise ImportError("EpisodeSliceSampler needs torchrl: pip install torchrl") from error
+    raise ImportError("EpisodeSliceSampler needs torchrl: pip install 'slipstream[train]'") from error
 
 from slipstream.errors import ConfigurationError, ReplayError
 from slipstream.replay.prefix_sum import PrefixSum

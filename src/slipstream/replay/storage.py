@@ -18,7 +18,7 @@ try:
     from torchrl.data import TensorStorage
     from torchrl.data.replay_buffers.storages import Storage
 except ImportError as error:
-    raise ImportError("PackedEpisodeStorage needs torchrl: pip install torchrl") from error
+    raise ImportError("PackedEpisodeStorage needs torchrl: pip install 'slipstream[train]'") from error
 
 from slipstream.errors import ConfigurationError, OutOfRangeError, ReplayError, UnsupportedStateError
 from slipstream.replay.checkpointer import PackedCheckpointer

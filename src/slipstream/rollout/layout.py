@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from slipstream.errors import CorruptFileError, FormatVersionError, RolloutError
 from slipstream.tensors import View, array_of, carrier, check_storable, settled, storage_of, view_storage
+from slipstream.tree import import_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -239,9 +240,7 @@ def take_apart(batch: TensorDictBase) -> Rollout:
 
 
 def _time_dim(batch: TensorDictBase) -> int:
-    from tensordict import is_tensor_collection  # noqa: PLC0415 - only for those who use it
-
-    if not is_tensor_collection(batch):
+    if not import_tensordict().is_tensor_collection(batch):
         raise RolloutError(f"a rollout is a TensorDict of shape [environment, time, ...], not a {type(batch).__name__}")
     names = list(batch.names or ())
     if not batch.batch_size:
@@ -418,9 +417,8 @@ def assemble(
     layout: Layout, members: dict[Key, torch.Tensor], batch_size: tuple[int, ...], *, complete: bool
 ) -> TensorDictBase:
     """Make a TensorDict of tensors by nested key, in the order that they had, nested batch sizes included."""
-    from tensordict import TensorDict  # noqa: PLC0415 - only for those who use it
-
-    batch = TensorDict({}, batch_size=batch_size)
+    make = import_tensordict().TensorDict
+    batch: TensorDictBase = make({}, batch_size=batch_size)
     order = [(position, 0, key, size) for key, size, position in layout.nodes]
     order += [(position, 1, item.key, ()) for position, item in enumerate(layout.fields)]
     for _, is_tensor, key, size in sorted(order, key=lambda entry: entry[:2]):
@@ -428,7 +426,7 @@ def assemble(
             batch.set(key, members[key])
         elif not is_tensor and (complete or any(name[: len(key)] == key for name in members)):
             inner = size[len(layout.batch_size) :]
-            batch.set(key, TensorDict({}, batch_size=(*batch_size, *inner)))
+            batch.set(key, make({}, batch_size=(*batch_size, *inner)))
     return batch
 
 

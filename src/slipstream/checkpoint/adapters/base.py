@@ -56,7 +56,10 @@ def _find_bases(cls: type[Adapter]) -> tuple[type, ...]:
         if found and not used:
             break
     if not found:
-        raise ImportError(f"{cls.__name__} needs {cls.package}: pip install {cls.package}") from failure
+        raise ImportError(
+            f"{cls.__name__} needs {cls.package}, which is not installed: pip install 'slipstream[adapters]', or "
+            f"{cls.package} by itself"
+        ) from failure
     return tuple(found)
 
 

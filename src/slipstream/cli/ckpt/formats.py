@@ -72,4 +72,6 @@ def require_safetensors() -> None:
     try:
         import safetensors.torch  # noqa: F401 - an extra
     except ImportError as error:
-        raise SlipstreamError("safetensors files need a package that is missing: pip install safetensors") from error
+        raise SlipstreamError(
+            "safetensors files need a package that is not installed: pip install 'slipstream[safetensors]'"
+        ) from error

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from slipstream.cli.ckpt.formats import PATTERN
+from slipstream.cli.ckpt.options import JsonOption
 from slipstream.cli.ckpt.reading import one_line, reading
 from slipstream.errors import CorruptFileError, SlipstreamError
 
@@ -26,13 +27,18 @@ def prune(
         str | None, typer.Option(metavar="METRIC:max|min", help="Keep the best by this metric, too.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Delete the checkpoints that no rule keeps; damaged ones are neither counted nor deleted."""
-    from slipstream.cli.output import print_lines
+    from slipstream.cli.output import print_json, print_lines
 
     with one_line(folder):
         best = None if keep_best is None else _parse_best(keep_best)
-        print_lines(_prune(folder, keep_last, keep_every, best, dry_run=dry_run))
+        before, deleted = _prune(folder, keep_last, keep_every, best, dry_run=dry_run)
+    if json:
+        print_json({"folder": str(folder), "checkpoints": before, "deleted": deleted, "dry_run": dry_run})
+    else:
+        print_lines(_in_words(folder, before, deleted, dry_run=dry_run))
 
 
 def _parse_best(text: str) -> tuple[str, Literal["min", "max"]]:
@@ -51,10 +57,9 @@ def _prune(
     best: tuple[str, Literal["min", "max"]] | None,
     *,
     dry_run: bool,
-) -> str:
-    """Delete what the rules do not keep, or say what that would be, and return a sentence about it."""
+) -> tuple[int, list[int]]:
+    """Delete what the rules do not keep, or find out what that would be; returns how many there were, and which go."""
     from slipstream.checkpoint import CheckpointManager
-    from slipstream.cli.output import count
 
     if not folder.is_dir():
         folder.stat()  # raises if there is nothing
@@ -68,7 +73,12 @@ def _prune(
         if best and before and manager.best() is None:
             raise SlipstreamError(f"{folder}: no checkpoint has a metric {best[0]!r} to tell the best by")
         with reading(folder):
-            deleted = manager.prune()
+            return before, manager.prune()
+
+
+def _in_words(folder: Path, before: int, deleted: list[int], *, dry_run: bool) -> str:
+    from slipstream.cli.output import count
+
     if not deleted:
         return f"{folder}: nothing to delete, {count(before, 'checkpoint')}"
     verb = "would delete" if dry_run else "deleted"

@@ -27,7 +27,7 @@ def reading(path: Path) -> Iterator[None]:
     """Take any failure to make sense of a file for damage."""
     try:
         yield
-    except (SlipstreamError, OSError, RecursionError):
+    except (SlipstreamError, OSError, RecursionError, ImportError):  # a package that is missing is no damage
         raise
     except Exception as error:
         raise CorruptFileError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error

@@ -153,12 +153,10 @@ def _write_episodes(
 
 def _load(index: RolloutIndex, keys: list[Key] | None, envs: slice | None, steps: slice | None) -> Any:
     """Load a rollout, or a part of it, as a TensorDict."""
-    try:
-        import tensordict  # noqa: F401 - an extra
-    except ImportError as error:
-        raise SlipstreamError("exporting needs a package that is missing: pip install tensordict") from error
     from slipstream.rollout import load_rollout
+    from slipstream.tree import import_tensordict
 
+    import_tensordict()  # now, while failing costs nothing
     with reading(index.file):
         return load_rollout(index.file, keys=keys, envs=envs, steps=steps)
 

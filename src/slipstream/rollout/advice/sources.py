@@ -20,6 +20,7 @@ from slipstream.rollout.compressed import CompressedTensorDict
 from slipstream.rollout.files import RolloutFile
 from slipstream.rollout.layout import NEXT, Key
 from slipstream.store.container import MAGIC
+from slipstream.tree import import_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -87,16 +88,8 @@ def find_batch(batch: Any, num_envs: int, num_steps: int) -> Source:
     )
 
 
-def _require_tensordict() -> Any:
-    try:
-        import tensordict  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigurationError("rollouts need a package that is missing: pip install tensordict") from error
-    return tensordict
-
-
 def _is_batch(node: Any) -> bool:
-    return bool(_require_tensordict().is_tensor_collection(node))
+    return bool(import_tensordict().is_tensor_collection(node))
 
 
 def _part(batch: TensorDictBase, name: str) -> Source:
@@ -170,7 +163,7 @@ def _from_pt(path: Path, *, zipped: bool) -> Source:
 
 def _harmless() -> list[Any]:
     """Return what a pickled TensorDict is made with: it makes an empty one and fills it, and runs nothing else."""
-    kind = _require_tensordict().TensorDict
+    kind = import_tensordict().TensorDict
     reduce = copyreg.dispatch_table.get(kind)
     return [kind, *([reduce(kind({}))[0]] if reduce else [])]
 
@@ -184,7 +177,7 @@ def _holds_tensors(node: Mapping[Any, Any]) -> bool:
 
 def _from_dict(node: Mapping[Any, Any], name: str) -> TensorDictBase:
     """Make a TensorDict of nested tensors whose first two axes are environment and time."""
-    made: TensorDictBase = _require_tensordict().TensorDict(node).auto_batch_size_(2)
+    made: TensorDictBase = import_tensordict().TensorDict(node).auto_batch_size_(2)
     if made.ndim < 2:
         raise RolloutError(f"{name}: its tensors do not begin with the same two axes, environment and time")
     return made
@@ -243,7 +236,7 @@ def _make_up(shapes: Mapping[Any, Any], num_envs: int, num_steps: int, name: str
     kept = _kept(num_envs, num_envs * row)
     generator = torch.Generator().manual_seed(0)
     ends = torch.rand((kept, num_steps), generator=generator) < 1 / _EPISODE_STEPS
-    batch: TensorDictBase = _require_tensordict().TensorDict({}, batch_size=[kept, num_steps], names=[None, "time"])
+    batch: TensorDictBase = import_tensordict().TensorDict({}, batch_size=[kept, num_steps], names=[None, "time"])
     for key in sorted(wanted, key=lambda key: key[0] == NEXT):
         shape, dtype = wanted[key]
         twin = key[1:] if key[0] == NEXT else None

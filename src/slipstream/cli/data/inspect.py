@@ -1,0 +1,91 @@
+"""``slipstream data inspect``: what a recorded file holds, as it would be loaded."""
+# ruff: noqa: PLC0415 - keeps --help quick
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli.ckpt.options import JsonOption
+from slipstream.cli.data.options import (
+    ActionOption,
+    CameraOption,
+    EpisodesOption,
+    JointOption,
+    RewardOption,
+    TerminalOption,
+    fields_of,
+)
+
+if TYPE_CHECKING:
+    from slipstream.datasets.description import Description
+
+
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recorded HDF5 file.", show_default=False)],
+    *,
+    camera: CameraOption = None,
+    joint: JointOption = None,
+    action: ActionOption = None,
+    reward: RewardOption = None,
+    terminal: TerminalOption = None,
+    episodes: EpisodesOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show which layout a file has, what its datasets are, and how its images would be read; loads none of them.
+
+    Paths begin at the group of an episode, or at the root of a file without such groups.
+    """
+    from slipstream.cli.output import print_json
+    from slipstream.datasets.schema import describe
+
+    found = describe(file, fields_of(camera, joint, action, reward, terminal, episodes))
+    print_json(found.to_json() | {"caches": _caches(file)}) if json else _show(found)
+
+
+def _show(found: Description) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    from slipstream.cli.output import count, plain, print_lines, print_table
+
+    facts = found.to_json()
+    shortest, longest = facts["shortest_episode"], facts["longest_episode"]
+    lengths = f"of {shortest} steps" if shortest == longest else f"of {shortest} to {longest} steps"
+    print_lines(
+        f"{found.path}: layout {found.layout}, {decimal(found.identity.size_bytes)}",
+        f"{count(found.num_episodes, 'episode')} {lengths}, {count(found.num_transitions, 'transition')}; "
+        f"joint_dim {found.joint_dim}, action_dim {found.action_dim}",
+    )
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("role", "dataset", "dtype", "shape", "stored", "read from"):
+        table.add_column(column, no_wrap=True)
+    for row in found.rows:
+        table.add_row(*map(plain, (row.role, row.path, row.dtype, row.shape, row.storage, row.reading)))
+    print_table(table)
+    print_lines(*(f"note: {note}" for note in found.notes), *(f"cache: {path}" for path in _caches(found.path)))
+
+
+def _caches(file: Path) -> list[str]:
+    """Say which caches there are beside a file, and whether they would be used."""
+    from slipstream.datasets.cache import FrameCache, is_fresh
+    from slipstream.errors import SlipstreamError
+
+    found = []
+    for path in sorted(file.absolute().parent.glob(f"{_escape(file.name)}.*px.frames")):
+        try:
+            cache = FrameCache(path)
+            state = "fresh" if is_fresh(cache.header, file) else "stale"
+            found.append(f"{path.name}, {cache.header.num_frames} frames, {state}")
+        except (SlipstreamError, OSError) as error:
+            found.append(f"{path.name}, not sound: {error}")
+    return found
+
+
+def _escape(name: str) -> str:
+    import glob
+
+    return glob.escape(name)

@@ -1,0 +1,117 @@
+"""The folder that files go to: its space, its speed, and whether it has hard links and locks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from slipstream.cli.doctor.findings import Finding, note, ok, problem
+from slipstream.store.atomic import atomic_write
+
+_PIECE_BYTES = 8 << 20
+_MOST_BYTES = 128 << 20
+_SPARE_BYTES = 1 << 30  # measuring does not use up what others may need
+_LITTLE_SPACE = 10_000_000_000
+_SLOW_BYTES_S = 20e6
+_SLOW_ATOMIC_S = 0.1
+_NUM_SMALL = 20
+_MEASURE_S = 1.0
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Look at a folder; what is written there for it is deleted again, whatever happens."""
+    place = str(folder.absolute())
+    free, total = shutil.disk_usage(folder)[2], shutil.disk_usage(folder)[0]
+    fact, values = f"{decimal(free)} free of {decimal(total)} in {place}", {"free_bytes": free, "total_bytes": total}
+    if free < _LITTLE_SPACE:
+        yield note("disk", fact, "make room, or keep fewer checkpoints and rollouts", **values, folder=place)
+    else:
+        yield ok("disk", fact, **values, folder=place)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".slipstream-doctor-", dir=folder) as temporary:
+            inside = Path(temporary)
+            yield writing(inside, free)
+            yield atomic_writes(inside)
+            yield hard_links(inside)
+            yield locks(inside)
+    except OSError as error:
+        advice = "choose another with --folder, or make it writable and not full"
+        yield problem("writing", f"{place} cannot be written to ({error.strerror or error})", advice)
+
+
+def writing(folder: Path, free_bytes: int) -> Finding:
+    """Measure how fast a file of a checkpoint's size gets onto the disk, and not only into the system's memory."""
+    if free_bytes < _SPARE_BYTES:
+        return note("writing", "not measured, for the disk is nearly full", "make room", bytes_per_s=None)
+    speed = _write_speed(folder, _PIECE_BYTES)  # says how much may be written in about a second
+    size = int(min(_MOST_BYTES, speed * _MEASURE_S)) // _PIECE_BYTES * _PIECE_BYTES
+    speed = max(speed, _write_speed(folder, size)) if size else speed
+    fact = f"{speed / 1e6:,.0f} MB/s, in one piece and flushed"
+    if speed < _SLOW_BYTES_S:
+        return note("writing", fact, "a local disk would be faster, else save less often", bytes_per_s=speed)
+    return ok("writing", fact, bytes_per_s=speed)
+
+
+def atomic_writes(folder: Path) -> Finding:
+    """Measure how long a small file takes until it is there for good: written, flushed, renamed, folder flushed."""
+    times: list[float] = []
+    content = os.urandom(4096)
+    while len(times) < _NUM_SMALL and sum(times) < _MEASURE_S:
+        start = time.perf_counter()
+        with atomic_write(folder / "small") as file:
+            file.write(content)
+        times.append(time.perf_counter() - start)
+    middle, worst = statistics.median(times), max(times)
+    fact = f"{middle * 1e3:.1f} ms for a small file, {worst * 1e3:.1f} ms at worst"
+    values = {"median_s": middle, "worst_s": worst, "num_files": len(times)}
+    if middle > _SLOW_ATOMIC_S:
+        return note("atomic writes", fact, "a local disk would be faster, else save less often", **values)
+    return ok("atomic writes", fact, **values)
+
+
+def hard_links(folder: Path) -> Finding:
+    """Say whether a file can have two names, which `CheckpointManager` uses to keep what deltas are stored against."""
+    file, link = folder / "file", folder / "link"
+    file.touch()
+    try:
+        os.link(file, link)
+    except OSError as error:
+        advice = "choose another file system, for here each checkpoint is stored in full"
+        return note("hard links", f"none in this folder ({error.strerror})", advice, supported=False)
+    return ok("hard links", "work, checkpoints can be stored as what changed", supported=link.samefile(file))
+
+
+def locks(folder: Path) -> Finding:
+    """Say whether one process can lock a file against another, which keeps writers of one folder apart."""
+    advice = "let no two processes write into one folder here, or choose another file system"
+    with (folder / "lock").open("w") as mine, (folder / "lock").open("w") as another:
+        try:
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return note("file locks", f"none in this folder ({error.strerror})", advice, supported=False)
+        try:
+            fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return ok("file locks", "work, writers of one folder are kept apart", supported=True)
+    return note("file locks", "in this folder lock nothing", advice, supported=False)
+
+
+def _write_speed(folder: Path, size: int) -> float:
+    """Return bytes per second of writing and flushing a file, which has no name any more while that goes on."""
+    piece = os.urandom(_PIECE_BYTES)  # a file system that compresses gains nothing by it
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        start = time.perf_counter()
+        for _ in range(0, size, _PIECE_BYTES):
+            view = memoryview(piece)
+            while view:
+                view = view[os.write(file.fileno(), view) :]
+        os.fsync(file.fileno())
+        return size / (time.perf_counter() - start)

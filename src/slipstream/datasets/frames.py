@@ -1,0 +1,363 @@
+"""Read frames from wherever they are, resized, into a batch: in parallel, each frame once, and without HDF5's lock.
+
+=============  =====================================================================================================
+stored         is read by
+=============  =====================================================================================================
+in one piece   ``pread`` at its position
+in chunks      a table of the chunks, made once; ``pread`` of the chunk, and decoding here, see `filters`
+otherwise      HDF5, one at a time: rows of their own lengths, filters that are not known here
+=============  =====================================================================================================
+
+Nothing is mapped into memory: a mapping costs more on first touch, grows the resident size with what was read, and
+turns a file that got shorter into a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.codecs import parallel_map
+from slipstream.datasets.filters import decode_chunk
+from slipstream.datasets.handles import Files
+from slipstream.datasets.memory import scratch
+from slipstream.datasets.opening import dataset
+from slipstream.datasets.storage import REPACK, ChunkTable, FrameKind
+from slipstream.errors import CodecError, CorruptFileError, SlipstreamError
+
+try:
+    import cv2
+except ImportError as error:
+    raise ImportError("images are resized by OpenCV, which is not here: pip install 'slipstream[datasets]'") from error
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_FRAMES = 16
+_ROW_BITS = 40
+
+Frame = NDArray[np.uint8]
+
+
+class Source(Protocol):
+    """Where the frames of one dataset are read from."""
+
+    file: int
+
+    @property
+    def rows_together(self) -> int:
+        """How many neighbours are decoded with a frame, and given to `read` together; 0 if it takes any rows."""
+
+    def read(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+        """Read frames, each into its target ``[channels, height, width]``, resized to that."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Frames of one camera, and where they shall go.
+
+    Attributes:
+        sources: Number of the source of each frame.
+        rows: Row of each frame in it.
+        out: Memory for them, ``[places, channels, height, width]``.
+        places: At which place of it each frame goes; by default one after another.
+    """
+
+    sources: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    out: NDArray[np.uint8]
+    places: NDArray[np.int64] | None = None
+
+
+class FrameReader:
+    """Reads batches of frames from many sources.
+
+    May be used by several threads, and after a fork or pickling.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self.sources: list[Source] = []
+
+    def add(self, source: Source) -> int:
+        """Add a source and return its number."""
+        self.sources.append(source)
+        return len(self.sources) - 1
+
+    def read(self, requests: Sequence[Request], threads: int | None = None) -> None:
+        """Fill the memory of all requests; a frame that is asked for twice by one request is decoded once.
+
+        Raises:
+            CorruptFileError: If a frame cannot be read or decoded.
+            DatasetError: If a file changed since it was opened, or all are closed.
+        """
+        groups: list[tuple[Source, list[int], list[Frame]]] = []
+        repeats: list[tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]] = []
+        for request in requests:
+            keys = request.sources << _ROW_BITS | request.rows
+            unique, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+            places = np.arange(len(keys)) if request.places is None else request.places
+            groups.extend(self._groups(unique, places[first], request.out))
+            origin = first[inverse]
+            repeated = np.flatnonzero(origin != np.arange(len(keys)))
+            repeats.append((request.out, places[repeated], places[origin[repeated]]))
+        for _ in parallel_map(self._read_block, list(_blocks(groups)), threads):
+            pass
+        for out, to, origin in repeats:
+            for target, source in zip(to.tolist(), origin.tolist(), strict=True):
+                out[target] = out[source]
+        for number in {source.file for source, _, _ in groups}:
+            self.files.check(number)
+
+    def _groups(
+        self, keys: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[np.uint8]
+    ) -> Iterator[tuple[Source, list[int], list[Frame]]]:
+        """Put frames together that are decoded together."""
+        mask = (1 << _ROW_BITS) - 1
+        last = (-1, -2)
+        rows: list[int] = []
+        targets: list[Frame] = []
+        for key, place in zip(keys.tolist(), places.tolist(), strict=True):
+            number, row = key >> _ROW_BITS, key & mask
+            together = self.sources[number].rows_together
+            home = (number, row // together if together else -1)
+            if home != last or (not together and len(rows) == _BLOCK_FRAMES):
+                last, rows, targets = home, [], []
+                yield self.sources[number], rows, targets
+            rows.append(row)
+            targets.append(out[place])
+
+    def _read_block(self, block: list[tuple[Source, list[int], list[Frame]]]) -> None:
+        for source, rows, targets in block:
+            source.read(self.files, rows, targets)
+
+
+def _blocks(groups: Sequence[Any]) -> Iterator[list[Any]]:
+    """Cut work into parts that are worth the while of a thread."""
+    block: list[Any] = []
+    frames = 0
+    for group in groups:
+        block.append(group)
+        frames += len(group[1])
+        if frames >= _BLOCK_FRAMES:
+            yield block
+            block, frames = [], 0
+    if block:
+        yield block
+
+
+class DatasetSource:
+    """The frames of a dataset in an HDF5 file.
+
+    Args:
+        file: Number of the file in the table of files.
+        path: Of the dataset.
+        kind: How it is stored.
+        offset: Where it begins, if it is in one piece.
+    """
+
+    __slots__ = ("_table", "file", "kind", "offset", "path")
+
+    def __init__(self, file: int, path: str, kind: FrameKind, offset: int) -> None:
+        self.file, self.path, self.kind, self.offset = file, path, kind, offset
+        self._table: ChunkTable | None = None
+
+    @property
+    def rows_together(self) -> int:
+        """How many neighbours are decoded with a frame, and given to `read` together; 0 if it takes any rows."""
+        return self.kind.chunk[0] if self.kind.chunk else 0
+
+    def read(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+        """Read frames, each into its target, resized to that."""
+        if self.kind.reading == "chunks":
+            self._read_chunks(files, rows, targets)
+        elif self.kind.reading == "contiguous":
+            self._read_contiguous(files, rows, targets)
+        else:
+            for row, target in zip(rows, targets, strict=True):
+                self._place(files, self._by_hdf5(files, row), target, row)
+
+    def _read_contiguous(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+        """Read frames by their position; straight into the batch if they are stored as they are wanted."""
+        kind = self.kind
+        raw = scratch("row", kind.row_shape)
+        as_wanted = kind.encoding == "raw" and kind.channels_first and targets[0].shape == kind.row_shape
+        with files.borrow(self.file) as descriptor:
+            for row, target in zip(rows, targets, strict=True):
+                if not pread_into(descriptor, target if as_wanted else raw, self.offset + row * kind.row_bytes):
+                    files.check(self.file)
+                    raise self._damage(files, row, "the file ends before it")
+                if not as_wanted:
+                    self._place(files, raw, target, row)
+
+    def _by_hdf5(self, files: Files, row: int) -> NDArray[np.uint8]:
+        with files.hdf5(self.file) as file, self._naming(files, row):
+            return np.asarray(dataset(file, self.path)[row])
+
+    def _read_chunks(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+        """Read frames that are in the same chunks."""
+        kind, table = self.kind, self._chunk_table(files, rows[0])
+        chunk_row = rows[0] // kind.chunk[0]
+        numbers = table.of_rows(chunk_row)
+        within = [row - chunk_row * kind.chunk[0] for row in rows]
+        if len(numbers) == 1 and kind.chunk[1:] == kind.row_shape:
+            whole = self._chunk(files, table, numbers[0], rows[0])
+            frames = [whole[number] for number in within]
+        else:
+            frames = list(self._assemble(files, table, numbers, within, rows[0]))
+        for row, frame, target in zip(rows, frames, targets, strict=True):
+            self._place(files, frame, target, row)
+
+    def _assemble(
+        self, files: Files, table: ChunkTable, numbers: range, within: list[int], row: int
+    ) -> NDArray[np.uint8]:
+        """Put frames together whose pixels are in several chunks."""
+        kind = self.kind
+        frames = np.empty((len(within), *kind.row_shape), np.uint8)
+        for number in numbers:
+            at = np.unravel_index(number, table.grid)[1:]
+            corner = [int(index) * step for index, step in zip(at, kind.chunk[1:], strict=True)]
+            ends = [min(c + step, size) for c, step, size in zip(corner, kind.chunk[1:], kind.row_shape, strict=True)]
+            chunk = self._chunk(files, table, number, row)
+            part = tuple(slice(0, end - start) for start, end in zip(corner, ends, strict=True))
+            frames[(slice(None), *map(slice, corner, ends))] = chunk[within][(slice(None), *part)]
+        return frames
+
+    def _chunk(self, files: Files, table: ChunkTable, number: int, row: int) -> NDArray[np.uint8]:
+        kind = self.kind
+        if table.offsets[number] < 0:
+            return np.full(kind.chunk, kind.fill, np.uint8)
+        payload = np.empty(int(table.sizes[number]), np.uint8)
+        self._pread(files, payload, int(table.offsets[number]), row)
+        try:
+            whole = decode_chunk(payload, kind.filters, int(table.masks[number]), math.prod(kind.chunk))
+        except CodecError as error:
+            raise self._damage(files, row, f"its chunk {error}") from error
+        return whole.reshape(kind.chunk)
+
+    def _chunk_table(self, files: Files, row: int) -> ChunkTable:
+        table = self._table
+        if table is None:
+            with files.hdf5(self.file) as file, self._naming(files, row):
+                table = self._table = ChunkTable(dataset(file, self.path))
+        return table
+
+    def _pread(self, files: Files, target: NDArray[np.uint8], offset: int, row: int) -> None:
+        with files.borrow(self.file) as descriptor:
+            if not pread_into(descriptor, target, offset):
+                files.check(self.file)
+                raise self._damage(files, row, "the file ends before it")
+
+    def _place(self, files: Files, raw: NDArray[np.uint8], target: Frame, row: int) -> None:
+        if self.kind.encoding == "raw":
+            place(raw, target, channels_first=self.kind.channels_first)
+            return
+        flag = cv2.IMREAD_GRAYSCALE if self.kind.channels == 1 else cv2.IMREAD_COLOR
+        picture = decode_picture(raw, flag)
+        if picture is None:
+            raise self._damage(files, row, "it is not a picture that can be decoded")
+        place(picture[..., None] if picture.ndim == 2 else picture, target, swap=self.kind.encoding == "rgb")
+
+    @contextlib.contextmanager
+    def _naming(self, files: Files, row: int) -> Iterator[None]:
+        """Take any failure of HDF5 for damage."""
+        try:
+            yield
+        except SlipstreamError:
+            raise
+        except Exception as error:
+            files.check(self.file)
+            raise self._damage(files, row, f"HDF5 says {' '.join(str(error).split())}") from error
+
+    def _damage(self, files: Files, row: int, reason: str) -> CorruptFileError:
+        return CorruptFileError(f"{files.paths[self.file]}: row {row} of {self.path} cannot be read: {reason}")
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.file, self.path, self.kind, self.offset, self._table
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.file, self.path, self.kind, self.offset, self._table = state
+
+
+def pread_into(descriptor: int, target: NDArray[np.uint8], offset: int) -> bool:
+    """Fill memory from a position of a file; returns whether there was enough."""
+    count = os.preadv(descriptor, [target.data], offset)
+    if count == target.nbytes:
+        return True
+    view, done = target.reshape(-1).data, count
+    while count and done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        done += count
+    return done == len(view)
+
+
+def decode_picture(raw: NDArray[np.uint8], flag: int) -> Any:
+    """Decode a JPEG or PNG; returns None if it is none, or claims to be larger than OpenCV allows."""
+    try:
+        return cv2.imdecode(raw, flag) if raw.size else None
+    except cv2.error:
+        return None
+
+
+def place(raw: NDArray[np.uint8], target: Frame, *, channels_first: bool = False, swap: bool = False) -> None:
+    """Resize an image into a target ``[channels, height, width]``.
+
+    Shrinking to half or less averages the pixels that fall together; anything else is interpolated between the four
+    nearest, which takes a seventh of the time and is as good at such scales.
+
+    Args:
+        raw: ``[height, width, channels]``, or channels first.
+        target: Where it goes.
+        channels_first: Which of the two `raw` is.
+        swap: Whether to exchange the first and the third channel.
+    """
+    planes = list(target)
+    if swap and len(planes) >= 3:
+        planes[0], planes[2] = planes[2], planes[0]
+    height, width = raw.shape[1:] if channels_first else raw.shape[:2]
+    size = (target.shape[2], target.shape[1])
+    if channels_first or len(planes) == 1:
+        parts = raw if channels_first else (raw[..., 0],)
+        for part, plane in zip(parts, planes, strict=True):
+            _resize(part, plane, size)
+    elif (width, height) == size:
+        cv2.split(raw, planes)
+    else:
+        middle = scratch("resized", (*target.shape[1:], target.shape[0]), skew=1024)
+        _resize(raw, middle, size)
+        cv2.split(middle, planes)
+
+
+def _resize(image: NDArray[np.uint8], out: NDArray[np.uint8], size: tuple[int, int]) -> None:
+    height, width = image.shape[:2]
+    if (width, height) == size:
+        out[...] = image
+        return
+    method = cv2.INTER_AREA if width >= 2 * size[0] and height >= 2 * size[1] else cv2.INTER_LINEAR
+    if not image.flags.c_contiguous:
+        image = image.copy()
+    cv2.resize(image, size, dst=out, interpolation=method)
+
+
+def warn_if_slow(path: object, camera: str, kind: FrameKind) -> None:
+    """Log what will be slow, and what can be done about it."""
+    if kind.reading == "locked":
+        logger.warning(
+            "%s: the camera %s can be read by HDF5 only, one frame at a time (%s); %s",
+            path,
+            camera,
+            kind.because,
+            REPACK,
+        )
+    elif kind.amplification > 2:
+        logger.warning(
+            "%s: reading a frame of the camera %s decodes %.0f times its size; %s",
+            path, camera, kind.amplification, REPACK,
+        )  # fmt: skip

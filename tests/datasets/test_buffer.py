@@ -1,0 +1,450 @@
+"""Transitions of three cameras, as training code meets them."""
+
+import gc
+import logging
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from slipstream import ConfigurationError, DatasetError, MissingEntryError, MultimodalReplayBuffer, NonFiniteError
+from tests.datasets.conftest import (
+    CAMERAS,
+    actions,
+    camera_of,
+    frames,
+    joints,
+    row_of,
+    write_a,
+    write_aloha,
+    write_minari,
+    write_robomimic,
+)
+
+
+def buffer_of(path: Path, **options) -> MultimodalReplayBuffer:
+    buffer = MultimodalReplayBuffer(action_dim=7, image_size=16, seed=3, **options)
+    buffer.load_from_hdf5(path)
+    return buffer
+
+
+def everything(buffer):
+    return buffer.sample(buffer.size, np.arange(buffer.size))
+
+
+def test_a_batch_has_images_channels_first_and_everything_in_its_order(file_a):
+    with buffer_of(file_a) as buffer:
+        batch = buffer.sample(8)
+    left, right, global_, joint, action, next_left, next_right, next_global, next_joint, reward, not_done = batch
+    for image in (left, right, global_, next_left, next_right, next_global):
+        assert (image.shape, image.dtype) == ((8, 3, 16, 16), torch.uint8)
+        assert image.is_contiguous()
+    assert (joint.shape, action.shape, reward.shape, not_done.shape) == ((8, 16), (8, 7), (8, 1), (8, 1))
+    assert {value.dtype for value in (joint, action, next_joint, reward, not_done)} == {torch.float32}
+    for number in range(8):
+        step = int(action[number, 0])
+        assert [camera_of(image[number]) for image in (left, right, global_)] == list(CAMERAS)
+        assert row_of(left[number]) == row_of(right[number]) == row_of(global_[number]) == step
+        assert int(joint[number, 0]) == step
+        assert reward[number, 0] == pytest.approx(step / 10)
+
+
+def test_a_transition_never_crosses_the_end_of_an_episode(file_a):
+    """Steps 9 and 19 are terminal, and what follows them in the file belongs to the next episode."""
+    with buffer_of(file_a) as buffer:
+        batch = everything(buffer)
+    for step in range(30):
+        after = step if step in (9, 19) else step + 1
+        assert row_of(batch.next_left[step]) == row_of(batch.next_global[step]) == after
+        assert int(batch.next_joint[step, 0]) == after
+        assert float(batch.not_done[step]) == (step not in (9, 19))
+
+
+def test_last_observations_of_episodes_are_used_where_they_were_recorded(tmp_path):
+    with buffer_of(write_a(tmp_path / "a.hdf5", ends=(9, 19), rows=33)) as buffer:
+        batch = everything(buffer)
+    for step in range(30):
+        row = step + step // 10
+        assert row_of(batch.left[step]) == row
+        assert row_of(batch.next_right[step]) == row + 1
+        assert int(batch.next_joint[step, 0]) == row + 1
+
+
+def test_the_last_step_of_an_episode_that_was_cut_off_is_no_transition_without_what_followed(tmp_path):
+    with buffer_of(write_a(tmp_path / "a.hdf5", ends=(9,), rows=30)) as buffer:
+        assert buffer.size == 29
+        batch = everything(buffer)
+        assert int(batch.action[-1, 0]) == 28
+        assert row_of(batch.next_left[9]) == 9
+        assert row_of(batch.next_left[28]) == 29
+
+
+def test_robomimic_takes_what_follows_the_last_step_from_next_obs(tmp_path):
+    path = write_robomimic(tmp_path / "r.hdf5", (4, 5))
+    with MultimodalReplayBuffer(7, 9, image_size=16) as buffer:
+        hand = "obs/robot0_eye_in_hand_image"
+        with pytest.raises(MissingEntryError, match=r"no camera left; those found are global \(obs/agentview_image\)"):
+            buffer.load_from_hdf5(path)
+        buffer.load_from_hdf5(path, cameras={"left": hand, "right": hand, "global": "obs/agentview_image"})
+        batch = everything(buffer)
+    assert [row_of(image) for image in batch.global_] == [0, 1, 2, 3, 100, 101, 102, 103, 104]
+    assert [row_of(image) for image in batch.next_global] == [1, 2, 3, 4, 101, 102, 103, 104, 105]
+    assert batch.next_joint[:, 0].tolist() == [1, 2, 3, 4, 101, 102, 103, 104, 105]
+    assert batch.not_done[:, 0].tolist() == [1, 1, 1, 0, 1, 1, 1, 1, 0]
+
+
+def test_aloha_files_of_a_folder_are_episodes(tmp_path):
+    for number in (0, 1):
+        write_aloha(tmp_path / f"episode_{number}.hdf5", 5)
+    with MultimodalReplayBuffer(14, 14, image_size=16) as buffer:
+        buffer.load_from_hdf5(tmp_path)
+        assert (buffer.num_episodes, buffer.size) == (2, 8)
+        batch = everything(buffer)
+        assert [row_of(image) for image in batch.left] == [0, 1, 2, 3] * 2
+        assert batch.reward.sum() == 0
+
+
+def test_flags_of_truncation_leave_not_done_alone(tmp_path):
+    path = write_minari(tmp_path / "m.hdf5")
+    with MultimodalReplayBuffer(3, 5, image_size=16) as buffer:
+        image = "observations/image"
+        buffer.load_from_hdf5(path, cameras=dict.fromkeys(CAMERAS, image))
+        batch = everything(buffer)
+    assert batch.not_done.min() == 1
+    assert [row_of(image) for image in batch.next_left] == [1, 2, 3, 101, 102, 103, 104, 201, 202, 203, 204, 205]
+
+
+def test_several_files_of_different_image_sizes_are_one_buffer(tmp_path):
+    first = write_a(tmp_path / "1.hdf5", 10)
+    second = write_a(tmp_path / "2.hdf5", 6, size=(40, 32), chw=True, prefix="", compression="gzip")
+    with MultimodalReplayBuffer(7, image_size=16) as buffer:
+        buffer.load_from_hdf5([first, second])
+        assert (buffer.size, buffer.num_episodes) == (16, 2)
+        batch = everything(buffer)
+        assert [row_of(image) for image in batch.next_right] == [*range(1, 11), *range(1, 7)]
+        metadata = buffer.image_metadata["left"]
+        assert metadata["stored_sizes"] == [(20, 24), (40, 32)]
+        assert metadata["reading"] == ["chunks", "contiguous"]
+        buffer.load_from_hdf5(first, num_traj=1)
+        assert buffer.size == 26
+        assert [row_of(image) for image in everything(buffer).left][16:] == list(range(10))
+
+
+def test_only_some_episodes_are_loaded_when_that_is_asked_for(file_a, caplog):
+    with MultimodalReplayBuffer(7, image_size=16) as buffer:
+        buffer.load_from_hdf5(file_a, num_traj=2)
+        assert (buffer.size, buffer.num_episodes) == (20, 2)
+    with MultimodalReplayBuffer(7, max_size=25, image_size=16) as buffer, caplog.at_level(logging.WARNING):
+        buffer.load_from_hdf5(file_a)
+        assert buffer.size == 20
+        assert "1 episodes were left out: no more than 25 transitions may be kept" in caplog.text
+    with MultimodalReplayBuffer(7, max_size=5) as buffer, pytest.raises(DatasetError, match="at most 5 transitions"):
+        buffer.load_from_hdf5(file_a)
+
+
+def test_statistics_are_those_of_all_that_is_loaded(tmp_path):
+    paths = [write_a(tmp_path / "1.hdf5", 10), write_a(tmp_path / "2.hdf5", 25)]
+    with MultimodalReplayBuffer(7) as buffer:
+        with pytest.raises(DatasetError, match="nothing is loaded yet"):
+            _ = buffer.action_mean
+        for path in paths:
+            buffer.load_from_hdf5(path)
+        values = np.concatenate([actions(10), actions(25)])
+        np.testing.assert_allclose(buffer.action_mean, values.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(buffer.action_std[0], values.std(0)[0], rtol=1e-6)
+        assert buffer.action_std[1] == pytest.approx(1e-6)  # a constant: dividing by it stays finite
+        values = np.concatenate([joints(11), joints(26)])
+        np.testing.assert_allclose(buffer.joint_mean, values.mean(0), atol=1e-6)
+        np.testing.assert_allclose(buffer.joint_std, values.std(0), rtol=1e-5)
+
+
+def test_the_same_seed_draws_the_same_batches(file_a):
+    first, second, other = (buffer_of(file_a), buffer_of(file_a), MultimodalReplayBuffer(7, image_size=16, seed=4))
+    other.load_from_hdf5(file_a)
+    for _ in range(3):
+        batches = [buffer.sample(16) for buffer in (first, second, other)]
+        assert all(torch.equal(a, b) for a, b in zip(batches[0], batches[1], strict=True))
+        assert not torch.equal(batches[0].action, batches[2].action)
+
+
+def test_floats_are_between_zero_and_one(file_a):
+    whole, parts = buffer_of(file_a), buffer_of(file_a, image_dtype=torch.float32)
+    for image, scaled in zip(whole.sample(4)[:3], parts.sample(4)[:3], strict=True):
+        torch.testing.assert_close(scaled, image.float() / 255)
+
+
+def test_a_batch_stays_as_it_is_while_someone_has_it_and_its_memory_is_used_again_after(file_a):
+    buffer = buffer_of(file_a)
+    first = buffer.sample(4, np.arange(4))
+    kept = first.left[2]
+    place = first.left.data_ptr()
+    del first
+    for _ in range(5):
+        buffer.sample(4, np.arange(10, 14))
+    assert row_of(kept) == 2
+    del kept
+    assert place in {buffer.sample(4).left.data_ptr() for _ in range(5)}
+
+
+def test_adding_single_transitions_is_refused_with_what_to_do(file_a):
+    with pytest.raises(NotImplementedError, match="use load_from_hdf5"):
+        buffer_of(file_a).add(1, 2, 3)
+
+
+def test_sampling_after_close_is_an_error_and_closing_twice_is_not(file_a):
+    buffer = buffer_of(file_a)
+    batch = buffer.sample(2, np.array([5, 6]))
+    buffer.close()
+    buffer.close()
+    with pytest.raises(DatasetError, match="the buffer is closed"):
+        buffer.sample(2)
+    with pytest.raises(DatasetError, match="the buffer is closed"):
+        buffer.load_from_hdf5(file_a)
+    assert row_of(batch.left[0]) == 5
+
+
+def test_sampling_before_loading_is_an_error():
+    with pytest.raises(DatasetError, match="nothing is loaded yet: call load_from_hdf5 first"):
+        MultimodalReplayBuffer(7).sample(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"action_dim": 0}, "action_dim is 0, expected a whole number from 1 up"),
+        ({"action_dim": 7, "image_size": 2.5}, "image_size is 2.5"),
+        ({"action_dim": 7, "max_size": True}, "max_size is True"),
+        ({"action_dim": 7, "image_dtype": torch.int32}, "image_dtype is torch.int32"),
+        ({"action_dim": 7, "seed": -1}, "seed is -1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(options, sentence):
+    with pytest.raises(ConfigurationError, match=sentence):
+        MultimodalReplayBuffer(**options)
+
+
+def test_a_file_without_joints_or_without_transitions_is_refused_with_what_to_do(tmp_path, file_a):
+    with h5py.File(file_a, "a") as file:
+        file.move("observations/joint", "observations/servo")
+    with pytest.raises(MissingEntryError, match="no dataset was recognised as joint positions; name it, as in joint="):
+        buffer_of(file_a)
+    buffer = MultimodalReplayBuffer(7, image_size=16)
+    buffer.load_from_hdf5(file_a, joint="observations/servo")
+    assert buffer.size == 30
+    with MultimodalReplayBuffer(14, 14) as buffer, pytest.raises(DatasetError, match="holds no transition"):
+        buffer.load_from_hdf5(write_aloha(tmp_path / "one.hdf5", 1))
+
+
+def test_widths_other_than_those_of_the_buffer_are_refused_and_nothing_is_added(file_a):
+    buffer = MultimodalReplayBuffer(6)
+    with pytest.raises(DatasetError, match="its action has 7 values, the buffer was made for action_dim=6"):
+        buffer.load_from_hdf5(file_a)
+    buffer = MultimodalReplayBuffer(7, 14)
+    with pytest.raises(DatasetError, match="its joint has 16 values, the buffer was made for joint_dim=14"):
+        buffer.load_from_hdf5(file_a)
+    assert buffer.size == 0
+
+
+@pytest.mark.parametrize("name", ["actions", "rewards", "observations/joint"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_numbers_that_are_not_finite_are_named_with_their_row(file_a, name, value):
+    with h5py.File(file_a, "a") as file:
+        file[name][13] = value
+    with pytest.raises(NonFiniteError, match=f"a.hdf5: /{name} is not finite in row 13: (nan|inf)"):
+        buffer_of(file_a)
+
+
+def test_a_file_that_changed_or_went_after_loading_is_an_error(file_a, tmp_path):
+    buffer = buffer_of(file_a)
+    with h5py.File(file_a, "a") as file:
+        file["observations/left_image"][0] = 0
+    os.utime(file_a, ns=(1, 1))
+    with pytest.raises(DatasetError, match="a.hdf5: changed since it was opened"):
+        buffer.sample(4)
+    gone = write_a(tmp_path / "gone.hdf5")
+    buffer = buffer_of(gone)
+    gone.unlink()
+    with pytest.raises(FileNotFoundError, match="gone.hdf5"):
+        buffer.sample(4)
+
+
+def test_a_camera_that_only_hdf5_can_read_is_read_with_a_warning_that_says_how_to_repack(tmp_path, caplog):
+    path = write_minari(tmp_path / "m.hdf5", jpeg=True)
+    with MultimodalReplayBuffer(3, 5, image_size=16) as buffer, caplog.at_level(logging.WARNING):
+        buffer.load_from_hdf5(path, cameras=dict.fromkeys(CAMERAS, "observations/image"))
+        batch = everything(buffer)
+    assert "can be read by HDF5 only, one frame at a time (its rows have lengths of their own)" in caplog.text
+    assert "`slipstream data repack`" in caplog.text
+    red = batch.left[:, 0].float().mean((1, 2))
+    assert red.tolist() == pytest.approx([0, 1, 2, 100, 101, 102, 103, 200, 201, 202, 203, 204], abs=4)  # JPEG is lossy
+
+
+def test_a_pickled_buffer_goes_on_where_it_was(file_a):
+    buffer = buffer_of(file_a)
+    buffer.sample(4)
+    twin = pickle.loads(pickle.dumps(buffer))
+    assert all(torch.equal(a, b) for a, b in zip(buffer.sample(8), twin.sample(8), strict=True))
+    buffer.close()
+    assert twin.sample(2).left.shape == (2, 3, 16, 16)
+
+
+def test_threads_may_sample_at_once(file_a):
+    buffer = buffer_of(file_a)
+    wrong: list[int] = []
+
+    def sample():
+        for _ in range(30):
+            batch = buffer.sample(4)
+            wrong.extend(n for n in range(4) if row_of(batch.left[n]) != int(batch.action[n, 0]))
+
+    threads = [threading.Thread(target=sample) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+class Batches(Dataset[Any]):
+    def __init__(self, buffer):
+        self.buffer = buffer
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        batch = self.buffer.sample(5)
+        assert [row_of(image) for image in batch.left] == batch.action[:, 0].int().tolist()
+        return batch.action[:, 0].clone(), os.getpid()
+
+
+def drawn(file: Path, method: str, workers: int = 2) -> list[tuple[list[float], int]]:
+    with MultimodalReplayBuffer(7, image_size=16, seed=11) as buffer:
+        buffer.load_from_hdf5(file)
+        buffer.sample(3)  # its files are open when the workers start
+        context = multiprocessing.get_context(method)
+        context_loader = DataLoader(Batches(buffer), None, num_workers=workers, multiprocessing_context=context)
+        return [(values.tolist(), int(process)) for values, process in context_loader]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_open_their_own_files_and_draw_their_own_numbers(file_a, method):
+    batches = drawn(file_a, method)
+    assert len({process for _, process in batches}) == 2
+    assert os.getpid() not in {process for _, process in batches}
+    assert len({tuple(values) for values, _ in batches}) == 6
+
+
+def child_draws(file: Path) -> list[list[str]]:
+    """What two children and their parent draw, in two runs of a program."""
+    script = (
+        "import sys, multiprocessing as m\n"
+        "from slipstream import MultimodalReplayBuffer\n"
+        "c = m.get_context('fork'); q = c.Queue()\n"
+        "b = MultimodalReplayBuffer(7, image_size=16, seed=11); b.load_from_hdf5(sys.argv[1]); b.sample(2)\n"
+        "def f(): q.put(b.sample(9).action[:, 0].tolist())\n"
+        "for _ in range(2):\n"
+        "    p = c.Process(target=f); p.start(); print(q.get()); p.join()\n"
+        "print(b.sample(9).action[:, 0].tolist())\n"
+    )
+    command = [sys.executable, "-c", script, str(file)]
+    programs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    return [program.communicate(timeout=100)[0].splitlines() for program in programs]
+
+
+def test_forked_children_draw_other_numbers_than_each_other_and_the_same_ones_next_time(file_a):
+    first, second = child_draws(file_a)
+    assert first == second
+    assert len(set(first)) == 3
+
+
+@pytest.mark.parametrize("storage", [{}, {"chunks": (1, 20, 24, 3), **hdf5plugin.Blosc2()}])
+def test_a_fork_in_the_middle_of_reading_does_not_hang(tmp_path, storage):
+    """The second way to store is read by HDF5, which has a lock of its own."""
+    buffer = buffer_of(write_a(tmp_path / "a.hdf5", **storage))
+    stop = threading.Event()
+
+    def busy():
+        while not stop.is_set():
+            buffer.sample(8)
+
+    threads = [threading.Thread(target=busy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    code = 0 if buffer.sample(4).left.shape[0] == 4 else 1
+                finally:
+                    os._exit(code)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_nothing_leaks_in_ten_thousand_samples(tmp_path):
+    paths = [write_a(tmp_path / f"{number}.hdf5", 6, size=(8, 8), compression="gzip") for number in range(3)]
+    buffer = MultimodalReplayBuffer(7, image_size=8, seed=0)
+    buffer.load_from_hdf5(paths)
+    for _ in range(500):
+        buffer.sample(1)
+    gc.collect()
+    files, memory, threads = len(os.listdir("/proc/self/fd")), resident_bytes(), threading.active_count()
+    for _ in range(10_000):
+        buffer.sample(1)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert threading.active_count() == threads
+    assert resident_bytes() - memory < 8 << 20
+    buffer.close()
+    assert len(os.listdir("/proc/self/fd")) == files - 6  # three by position, three by way of HDF5
+
+
+def test_a_buffer_that_is_dropped_closes_its_files(file_a):
+    gc.collect()  # what earlier tests dropped
+    before = len(os.listdir("/proc/self/fd"))
+    buffer = buffer_of(file_a)
+    buffer.sample(2)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del buffer
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_is_that_of_numbers_and_not_of_images(tmp_path):
+    path = tmp_path / "large.hdf5"
+    steps = 20_000
+    with h5py.File(path, "w") as file:
+        for camera in CAMERAS:  # never written, and never read: half a gigabyte each
+            file.create_dataset(f"observations/{camera}_image", (steps + 1, 96, 96, 3), np.uint8, chunks=(1, 96, 96, 3))
+        file["observations/joint"], file["actions"] = joints(steps + 1), actions(steps)
+    before = resident_bytes()
+    with MultimodalReplayBuffer(7) as buffer:
+        buffer.load_from_hdf5(path)
+        assert buffer.nbytes < 110 * steps
+        assert resident_bytes() - before < 30 << 20
+        assert buffer.size == steps
+
+
+def test_frames_helper_tells_rows_apart():
+    assert row_of(frames("left", 600)[599].transpose(2, 0, 1)) == 599

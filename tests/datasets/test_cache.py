@@ -1,0 +1,296 @@
+"""Frames that were resized once: found, trusted only while fresh, and complete after any interruption."""
+
+import json
+import logging
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slipstream import (
+    ConfigurationError,
+    CorruptFileError,
+    DatasetError,
+    DiskFullError,
+    FormatVersionError,
+    MissingEntryError,
+    MultimodalReplayBuffer,
+    SequenceDataset,
+    ingest,
+)
+from slipstream.datasets.cache import FrameCache, cache_path
+from tests.datasets.conftest import row_of, write_a, write_robomimic
+
+SIZE = 16
+
+
+def batch_of(path: Path, cache=True):
+    with MultimodalReplayBuffer(7, image_size=SIZE) as buffer:
+        buffer.load_from_hdf5(path, cache=cache)
+        return buffer.image_metadata["left"]["reading"], buffer.sample(buffer.size, np.arange(buffer.size))
+
+
+def assert_same(first, second):
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_cache_is_used_without_being_asked_for_and_gives_the_same_batches(file_a, compress):
+    reading, plain = batch_of(file_a)
+    assert reading == ["contiguous"]
+    done = ingest(file_a, SIZE, compress=compress)
+    assert (done.num_frames, done.new_frames) == (93, 93)
+    assert done.path == file_a.with_name("a.hdf5.16px.frames")
+    assert (done.stored_bytes < done.raw_bytes) == compress
+    reading, cached = batch_of(file_a)
+    assert reading == ["cache"]
+    assert_same(plain, cached)
+    assert batch_of(file_a, cache=False)[0] == ["contiguous"]
+
+
+def test_a_fresh_cache_is_not_made_again_unless_that_is_asked_for(file_a):
+    first = ingest(file_a, SIZE)
+    stamp = first.path.stat().st_mtime_ns
+    assert ingest(file_a, SIZE).new_frames == 0
+    assert first.path.stat().st_mtime_ns == stamp
+    assert ingest(file_a, SIZE, overwrite=True).new_frames == 93
+    assert ingest(file_a, SIZE, compress=True).new_frames == 93
+
+
+def test_caches_of_other_sizes_live_beside_each_other(file_a):
+    ingest(file_a, SIZE)
+    ingest(file_a, 8)
+    with SequenceDataset(file_a, image_size=8) as data:
+        assert data[3]["images"]["left"].shape == (1, 3, 8, 8)
+        assert row_of(data[3]["images"]["left"][0]) == 3
+
+
+def test_robomimic_frames_of_what_follows_are_cached_too(tmp_path):
+    path = write_robomimic(tmp_path / "r.hdf5", (4, 5))
+    assert ingest(path, SIZE).num_frames == 2 * 2 * 9
+    with SequenceDataset(path, 2, image_size=SIZE) as data:
+        assert data._data.readings["global"] == {"cache"}
+        assert [row_of(image) for image in data[4]["images"]["global"]] == [100, 101]
+
+
+def test_some_cameras_may_be_cached_and_the_others_read_from_the_file(file_a):
+    _, plain = batch_of(file_a)
+    assert ingest(file_a, SIZE, cameras=["left"]).num_frames == 31
+    with MultimodalReplayBuffer(7, image_size=SIZE) as buffer:
+        buffer.load_from_hdf5(file_a)
+        assert buffer.image_metadata["left"]["reading"] == ["cache"]
+        assert buffer.image_metadata["right"]["reading"] == ["contiguous"]
+        assert_same(plain, buffer.sample(30, np.arange(30)))
+
+
+def test_caches_may_live_in_a_folder_of_their_own(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_a(tmp_path / name / "a.hdf5", 5)
+        ingest(tmp_path / name / "a.hdf5", SIZE, folder=tmp_path / "caches")
+    assert len(list((tmp_path / "caches").iterdir())) == 2
+    assert batch_of(tmp_path / "one" / "a.hdf5", tmp_path / "caches")[0] == ["cache"]
+    assert batch_of(tmp_path / "one" / "a.hdf5")[0] == ["contiguous"]
+
+
+def test_a_file_and_its_cache_may_be_moved_together(file_a, tmp_path):
+    cache = ingest(file_a, SIZE).path
+    (tmp_path / "there").mkdir()
+    file_a.rename(tmp_path / "there" / file_a.name)
+    cache.rename(tmp_path / "there" / cache.name)
+    assert batch_of(tmp_path / "there" / file_a.name)[0] == ["cache"]
+
+
+def test_a_cache_of_a_file_that_changed_is_not_used_and_made_again(file_a, caplog):
+    ingest(file_a, SIZE)
+    with h5py.File(file_a, "a") as file:
+        file["observations/left_image"][3] = 99
+    with caplog.at_level(logging.WARNING):
+        reading, batch = batch_of(file_a)
+    assert reading == ["contiguous"]
+    assert (batch.left[3] == 99).all()
+    assert "as it was before it changed, and not used; ingest it again" in caplog.text
+    assert ingest(file_a, SIZE).new_frames == 93
+    assert batch_of(file_a)[0] == ["cache"]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_flipped_bit_in_a_frame_is_found(file_a, compress):
+    path = ingest(file_a, SIZE, compress=compress).path
+    content = bytearray(path.read_bytes())
+    position = FrameCache(path).data_offset + (40 if compress else 3 * 832 + 100)
+    content[position] ^= 1
+    path.write_bytes(content)
+    sentence = r"a.hdf5.16px.frames: frame \d of observations/left_image does not match its checksum; delete the cache"
+    with pytest.raises(CorruptFileError, match=sentence):
+        batch_of(file_a)
+
+
+def test_a_cache_that_is_cut_off_or_no_cache_is_not_used(file_a, caplog):
+    path = ingest(file_a, SIZE).path
+    whole = path.read_bytes()
+    for content, sentence in (
+        (whole[:-1], "is cut off"),
+        (whole[:100], "header does not match its checksum"),
+        (b"", "is not a cache of frames"),
+        (whole[:5000] + whole[6000:], "its size does not fit its header"),
+        (whole[:8] + struct.pack("<I", 9) + whole[12:], "has format version 9, this release reads version 1"),
+    ):
+        path.write_bytes(content)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert batch_of(file_a)[0] == ["contiguous"]
+        assert sentence in caplog.text
+        with pytest.raises((CorruptFileError, FormatVersionError), match=sentence):
+            FrameCache(path)
+
+
+def test_a_header_that_lies_is_refused(file_a):
+    path = ingest(file_a, SIZE).path
+    whole = path.read_bytes()
+    length = struct.unpack_from("<I", whole, 12)[0]
+    header = json.loads(whole[64 : 64 + length])
+    for change in (
+        {"image_size": -1},
+        {"codec": "pickle"},
+        {"datasets": [["x", 1 << 50, 3]]},
+        {"datasets": 7},
+        {"source": 1},
+    ):
+        text = json.dumps(header | change).encode()
+        head = struct.pack("<8sIIQ", whole[:8], 1, len(text), xxhash.xxh3_64_intdigest(text))
+        start = head.ljust(64, b"\0") + text
+        path.write_bytes(start + bytes(-len(start) % 4096) + whole[4096:])
+        with pytest.raises(CorruptFileError, match="its header makes no sense"):
+            FrameCache(path)
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.floats(0, 1), compress=st.booleans(), spoil=st.booleans())
+def test_an_interrupted_ingest_goes_on_from_whatever_was_written(tmp_path, cut, compress, spoil):
+    path = tmp_path / "a.hdf5"
+    if not path.exists():
+        write_a(path, 20)
+    done = ingest(path, SIZE, compress=compress, overwrite=True)
+    whole = done.path.read_bytes()
+    part = done.path.with_name(f".{done.path.name}.part")
+    content = bytearray(whole[: int(cut * len(whole))])
+    content[24:40] = bytes(16)  # no mark yet
+    if spoil and len(content) > 4200:
+        content[-40:] = bytes(40)  # as a power cut leaves it: the length is there, the bytes are not
+    part.write_bytes(content)
+    done.path.unlink()
+    again = ingest(path, SIZE, compress=compress)
+    assert again.path.read_bytes() == whole
+    assert not part.exists()
+    if cut < 0.5:
+        assert again.new_frames > 0
+
+
+def test_an_unfinished_cache_of_a_file_that_changed_is_begun_anew(file_a):
+    done = ingest(file_a, SIZE)
+    part = done.path.with_name(f".{done.path.name}.part")
+    done.path.rename(part)
+    with h5py.File(file_a, "a") as file:
+        file["observations/left_image"][0] = 77
+    assert ingest(file_a, SIZE).new_frames == 93
+    assert (batch_of(file_a)[1].left[0] == 77).all()
+
+
+KILLED = """
+import sys, time
+from slipstream.datasets import ingest as module
+from slipstream import ingest
+import slipstream.datasets.ingest as inner
+inner._BATCH_BYTES = 20_000
+inner._MARK_BYTES = 100_000
+def slowly(done, total):
+    print(done, flush=True)
+    time.sleep(0.02)
+ingest(sys.argv[1], 16, progress=slowly)
+"""
+
+
+def test_an_ingest_that_is_killed_goes_on_where_it_was(tmp_path):
+    path = write_a(tmp_path / "a.hdf5", 300)
+    program = subprocess.Popen([sys.executable, "-c", KILLED, path], stdout=subprocess.PIPE, text=True)
+    assert program.stdout
+    for line in program.stdout:
+        if int(line) > 400:
+            break
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+    program.stdout.close()
+    cache = cache_path(path, SIZE)
+    assert not cache.exists()
+    done = ingest(path, SIZE)
+    assert 0 < done.new_frames < 903 - 400 + 50
+    assert_same(batch_of(path)[1], batch_of(path, cache=False)[1])
+
+
+def test_two_processes_do_not_write_the_same_cache(file_a):
+    script = (
+        "import sys, time; from slipstream import ingest\n"
+        "ingest(sys.argv[1], 16, progress=lambda *_: (print('at it', flush=True), time.sleep(60)))\n"
+    )
+    program = subprocess.Popen([sys.executable, "-c", script, file_a], stdout=subprocess.PIPE, text=True)
+    assert program.stdout
+    try:
+        program.stdout.readline()
+        with pytest.raises(DatasetError, match="a.hdf5.16px.frames: another process is writing it"):
+            ingest(file_a, SIZE)
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+    assert ingest(file_a, SIZE).num_frames == 93
+
+
+def test_a_full_disk_leaves_what_can_be_gone_on_from(tmp_path):
+    path = write_a(tmp_path / "a.hdf5", 100)
+    script = (
+        "import resource, signal, sys\n"
+        "from slipstream import ingest, DiskFullError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try: ingest(sys.argv[1], 16)\n"
+        "except DiskFullError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True)
+    assert "cannot write" in done.stdout
+    assert "ingesting again goes on where this stopped" in done.stdout
+    assert not cache_path(path, SIZE).exists()
+    assert ingest(path, SIZE).new_frames < 303
+    assert issubclass(DiskFullError, OSError)
+
+
+def test_the_source_may_not_change_while_it_is_ingested(file_a):
+    def meddle(done, total):
+        os.utime(file_a, ns=(time.time_ns(), 5))
+
+    with pytest.raises(DatasetError, match="a.hdf5: changed since it was opened"):
+        ingest(file_a, SIZE, progress=meddle)
+    assert not cache_path(file_a, SIZE).exists()
+
+
+def test_what_cannot_be_ingested_is_said(file_a, tmp_path):
+    with pytest.raises(MissingEntryError, match="there is no camera wrist; those found are left, right, global"):
+        ingest(file_a, SIZE, cameras=["wrist"])
+    with pytest.raises(ConfigurationError, match="image_size is 0"):
+        ingest(file_a, 0)
+    blind = tmp_path / "blind.hdf5"
+    with h5py.File(blind, "w") as file:
+        file["observations/joint"], file["actions"] = np.zeros((5, 2)), np.zeros((4, 2))
+    with pytest.raises(DatasetError, match="has no images, so there is nothing to ingest"):
+        ingest(blind, SIZE)
