@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-all check fix bench docs clean
+.PHONY: help demo test test-all check fix bench bench-all docs clean
 .DEFAULT_GOAL := help
 
 help: ## List these verbs
@@ -26,13 +26,15 @@ fix: .venv/.installed ## Mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.bench ## Measure against the peers and write docs/benchmarks.md
-	$(BIN)/python bench/codecs.py --write docs/benchmarks.md
-	$(BIN)/python bench/checkpoint.py --write docs/benchmarks.md
-	$(BIN)/python bench/rollout.py --write docs/benchmarks.md
-	$(BIN)/python bench/replay.py --quick --write docs/benchmarks.md
-	$(BIN)/python bench/datasets.py --quick --write docs/benchmarks.md
-	$(BIN)/python bench/train.py --quick --write docs/benchmarks.md
+BENCHES := codecs checkpoint rollout replay datasets train
+
+bench: .venv/.bench ## Measure against the peers, in a quick form, and write docs/benchmarks.md
+	for name in $(BENCHES); do $(BIN)/python bench/$$name.py --quick --write docs/benchmarks.md || exit 1; done
+	$(BIN)/python bench/readme.py
+
+bench-all: .venv/.bench ## The same in full, which takes most of an hour
+	for name in $(BENCHES); do $(BIN)/python bench/$$name.py --write docs/benchmarks.md || exit 1; done
+	$(BIN)/python bench/readme.py
 
 docs: .venv/.docs ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict

@@ -1,0 +1,140 @@
+"""Put the most telling numbers of docs/benchmarks.md into the tables of README.md and README.zh-CN.md.
+
+    python bench/readme.py    # after the benchmarks; `make bench` does it
+
+A row of the front page is made of cells of the page's tables, so the two cannot disagree; a test compares them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PAGES = ("README.md", "README.zh-CN.md")
+
+
+class Tables:
+    """The tables of a page, whose cells are found by section, row and column.
+
+    Args:
+        text: The page.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def cell(self, section: str, row: str, column: str, under: str = "") -> str:
+        """Return a cell.
+
+        Args:
+            section: The name between the page's markers.
+            row: How the first cell of the row begins.
+            column: The head of its column; if there are several of that name, the first.
+            under: Text after which the table comes, if the section has several.
+        """
+        part = self._text.partition(f"<!-- {section} -->")[2].partition(f"<!-- /{section} -->")[0]
+        part = part.partition(under)[2] if under else part
+        head: list[str] = []
+        for line in part.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if line.startswith("|") and column in cells and not head:
+                head = cells
+            elif head and line.startswith("|") and cells[0].startswith(row):
+                return cells[head.index(column)]
+        raise SystemExit(f"docs/benchmarks.md: section {section} has no row {row!r} with a column {column!r}")
+
+
+def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
+    """Return for each row: what it is about, our number, those of others, and the script."""
+
+    def saver(name: str, column: str) -> str:
+        return tables.cell("checkpoint", name, column)
+
+    def packed(name: str) -> str:
+        return tables.cell("checkpoint", name, "of raw", under="**One full checkpoint**")
+
+    def rollout(name: str) -> str:
+        return tables.cell("rollout", name, "ratio")
+
+    def replay(name: str, column: str) -> str:
+        return tables.cell("replay", name, column)
+
+    def images(name: str, stored: str = "CPU ms") -> str:
+        return tables.cell("datasets", name, stored)
+
+    ours, stall, load = "slipstream native, guarded", "stall ms", "load ms"
+    deltas = tables.cell("checkpoint", "1", "all ten, of raw", under="**Ten checkpoints**")
+    return [
+        (
+            "A checkpoint, the caller's stall",
+            f"{saver(ours, stall)} ms",
+            f"torch_checkpointing {saver('torch_checkpointing', stall)}, Lightning {saver('Lightning', stall)}, "
+            f"torch.save {saver('torch.save', stall)} ms",
+            "checkpoint",
+        ),
+        (
+            "Its size, of raw",
+            packed("slipstream"),
+            f"pcodec {packed('pcodec')}, ZipNN {packed('ZipNN')}, zstd-3 {packed('zstd-3')}",
+            "checkpoint",
+        ),
+        (
+            "Ten of them a step apart, of raw",
+            deltas,
+            f"torch.save {saver('torch.save', 'of raw')}, Orbax {saver('Orbax', 'of raw')}",
+            "checkpoint",
+        ),
+        (
+            "Loading it (we are slower)",
+            f"{saver(ours, load)} ms",
+            f"torch.load {saver('torch.save', load)}, Orbax {saver('Orbax', load)} ms",
+            "checkpoint",
+        ),
+        (
+            "A LiDAR rollout, times smaller",
+            rollout("slipstream"),
+            f"Blosc2 {rollout('Blosc2')}, OpenZL {rollout('OpenZL')}, pickle + LZ4-9 {rollout('pickle + LZ4')}",
+            "rollout",
+        ),
+        (
+            "LiDAR replay, memory of LazyTensorStorage's",
+            replay("slipstream", "of Lazy"),
+            f"cpprb {replay('cpprb', 'of Lazy')}, CompressedListStorage {replay('CompressedList', 'of Lazy')}",
+            "replay",
+        ),
+        (
+            "Its batch of 256, CPU time",
+            f"{replay('slipstream', 'CPU ms')} ms",
+            f"LazyTensorStorage {replay('LazyTensorStorage', 'CPU ms')}, "
+            f"CompressedListStorage {replay('CompressedList', 'CPU ms')} ms",
+            "replay",
+        ),
+        (
+            "A batch of HDF5 images, CPU time",
+            f"{images('slipstream')} ms",
+            f"naive loop {images('naive loop')}, robomimic {images('robomimic')}, Minari {images('Minari')} ms",
+            "datasets",
+        ),
+    ]
+
+
+def main() -> None:
+    """Replace all but the first column, which is in the page's language, row by row."""
+    found = rows(Tables((ROOT / "docs/benchmarks.md").read_text()))
+    for name in PAGES:
+        page = ROOT / name
+        text = page.read_text()
+        table = re.search(r"(?m)^\|.*(?:\n\|.*)+", text)
+        lines = table[0].splitlines() if table else []
+        if table is None or len(lines) != len(found) + 2:
+            raise SystemExit(f"{page}: has no table of {len(found)} rows, in this order: {[row[0] for row in found]}")
+        titles = [line.strip("|").split("|")[0].strip() for line in lines[2:]]
+        cells = zip(titles, found, strict=True)
+        lines[2:] = [f"| {title} | {row[1]} | {row[2]} | `bench/{row[3]}.py` |" for title, row in cells]
+        page.write_text(text.replace(table[0], "\n".join(lines)))
+
+
+if __name__ == "__main__":
+    main()
