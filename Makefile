@@ -12,10 +12,10 @@ demo: .venv/.installed ## Train a policy in minutes, evaluate it and write a rep
 	@$(BIN)/slipstream train preset=quick name=demo resume=auto
 
 test: .venv/.installed ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: .venv/.installed ## Run the tests, the long ones too
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "slow or not slow"
 
 check: .venv/.installed ## Lint, check formatting and types
 	$(BIN)/ruff check .

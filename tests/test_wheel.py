@@ -27,9 +27,7 @@ BUILD = "import sys, hatchling.build; print(hatchling.build.build_wheel(sys.argv
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
-    pip = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
-    command = pip if importlib.util.find_spec("pip") else ["-c", BUILD, str(folder)]
-    subprocess.run([sys.executable, *command], check=True, cwd=ROOT, capture_output=True)
+    subprocess.run([sys.executable, "-c", BUILD, str(folder)], check=True, cwd=ROOT, capture_output=True)
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
 

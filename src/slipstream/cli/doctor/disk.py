@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,13 +35,16 @@ def examine(folder: Path) -> Iterator[Finding]:
         yield note("disk", fact, "make room, or keep fewer checkpoints and rollouts", **values, folder=place)
     else:
         yield ok("disk", fact, **values, folder=place)
+    inside = folder / f".slipstream-doctor-{secrets.token_hex(8)}"
     try:
-        with tempfile.TemporaryDirectory(prefix=".slipstream-doctor-", dir=folder) as temporary:
-            inside = Path(temporary)
+        try:  # with a name of our own: a signal in the middle of making a TemporaryDirectory would leave it there
+            inside.mkdir(mode=0o700)
             yield writing(inside, free)
             yield atomic_writes(inside)
             yield hard_links(inside)
             yield locks(inside)
+        finally:
+            shutil.rmtree(inside, ignore_errors=True)
     except OSError as error:
         advice = "choose another with --folder, or make it writable and not full"
         yield problem("writing", f"{place} cannot be written to ({error.strerror or error})", advice)
