@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
