@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from slipstream.cli.train import calm_threads
 
 if TYPE_CHECKING:
     from slipstream.rl.network import NavRLPolicy
@@ -43,7 +44,7 @@ def evaluate(
     Each episode is flown once, by a drone of its own, until it reaches the goal, collides, leaves the height band or
     runs out of time. Writes NAME.json, and a rollout file of some flights for the report.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    calm_threads()
     from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
     from slipstream.errors import ConfigurationError  # noqa: PLC0415
     from slipstream.train.evaluate import save_evaluation, standard_scenarios  # noqa: PLC0415
