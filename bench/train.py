@@ -22,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "50000")  # as `slipstream train` does
 
 import torch
 from page import machine, write_section
