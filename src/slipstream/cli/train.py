@@ -93,7 +93,7 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str,
     _, document = save_evaluation(results, trainer.folder.evaluations, "final", about)
     screen.print("writing the report")
     report = write_report(trainer.folder.path)
-    timing, saving = trainer.monitor.get_stats(window=1000), trainer.checkpoint_stats()
+    timing = trainer.monitor.get_stats(window=1000)
     seconds = sum(timing[name]["mean"] for name in ("rollout", "update") if name in timing)
     return {
         "run": str(trainer.folder.path),
@@ -101,10 +101,8 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str,
         "iterations": trainer.iteration,
         "env_frames": trainer.counters["env_frames"],
         "frames_per_s": settings.frames_per_iteration / seconds if seconds else None,
-        "checkpoint_stall_ms": 1e3
-        * (saving["total_call_s"] + saving["total_barrier_s"])
-        / max(saving["save_count"], 1),
-        "checkpoint_ratio": saving["compression_ratio"],
+        "checkpoint_stall_ms": trainer.checkpoint_stall_ms(),
+        "checkpoint_ratio": trainer.checkpoint_stats()["compression_ratio"],
         "rollout_ratio": _rollout_ratio(trainer),
         "evaluation": document["scenarios"],
     }

@@ -142,7 +142,7 @@ def save_episodes(store: EpisodeStore, path: Path) -> None:
             log, lengths = copy.copy(store._log), store._frames.lengths
         key = str(folder.absolute())
         saved = store._saved.get(key, [])
-        parts = files.choose_parts(saved if _still_there(folder, saved) else [], log)
+        parts = files.choose_parts(saved if files.still_there(folder, saved) else [], log)
         start = max(parts[-1].stop if parts else log.first, log.first)
         if log.end > start:
             new = lengths[log.first + np.cumsum(lengths) > start]
@@ -157,17 +157,6 @@ def save_episodes(store: EpisodeStore, path: Path) -> None:
                 writer.add(name, array)
         store._saved[key] = parts
         files.delete_others(folder, parts)
-
-
-def _still_there(folder: Path, parts: list[files.Part]) -> bool:
-    """Tell whether nobody else has written into the folder meanwhile."""
-    try:
-        with Container(folder / files.HEAD) as container:
-            return bool(container.values.get("parts") == files.parts_to_json(parts)) and all(
-                (folder / part.name).exists() for part in parts
-            )
-    except (OSError, SlipstreamError):
-        return False
 
 
 def restore_episodes(store: EpisodeStore, path: Path) -> RestoredEpisodes:

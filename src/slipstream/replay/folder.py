@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.codecs import Raw
-from slipstream.errors import CorruptFileError, FormatVersionError, MissingEntryError
+from slipstream.errors import CorruptFileError, FormatVersionError, MissingEntryError, SlipstreamError
 from slipstream.replay.frames import FrameLog, PackedColumn
 from slipstream.store import Container, ContainerWriter, write_container
 from slipstream.store.atomic import make_folder, sweep
@@ -94,6 +94,17 @@ def choose_parts(saved: Sequence[Part], log: FrameLog) -> list[Part]:
     while small < len(parts) and parts[-1 - small].nbytes < _SMALL_BYTES:
         small += 1
     return parts if small < _MAX_SMALL else parts[: len(parts) - small]
+
+
+def still_there(folder: Path, parts: list[Part]) -> bool:
+    """Tell whether nobody else has written into the folder since these parts were."""
+    try:
+        with Container(folder / HEAD) as container:
+            return bool(container.values.get("parts") == parts_to_json(parts)) and all(
+                (folder / part.name).exists() for part in parts
+            )
+    except (OSError, SlipstreamError):
+        return False
 
 
 def delete_others(folder: Path, parts: Sequence[Part]) -> None:

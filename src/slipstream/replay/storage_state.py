@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.errors import CorruptFileError, SlipstreamError, StateMismatchError
+from slipstream.errors import CorruptFileError, StateMismatchError
 from slipstream.replay import folder as files
 from slipstream.replay.fields import RowLayout
 from slipstream.replay.frames import FrameLog
@@ -152,7 +152,7 @@ def save_storage(storage: PackedEpisodeStorage, path: Path) -> None:
         with storage._lock:
             head, log = copy.deepcopy(head_of(storage)), copy.copy(storage._log)
         saved = storage._saved.get(str(folder.absolute()), [])
-        parts = files.choose_parts(saved if _still_there(folder, saved) else [], log)
+        parts = files.choose_parts(saved if files.still_there(folder, saved) else [], log)
         start = max(parts[-1].stop if parts else log.first, log.first)
         if log.end > start:
             parts.append(files.write_part(folder, log, start, log.end, {}))
@@ -164,17 +164,6 @@ def save_storage(storage: PackedEpisodeStorage, path: Path) -> None:
                 writer.add(name, array)
         storage._saved[str(folder.absolute())] = parts
         files.delete_others(folder, parts)
-
-
-def _still_there(folder: Path, parts: list[files.Part]) -> bool:
-    """Tell whether nobody else has written into the folder meanwhile."""
-    try:
-        with Container(folder / files.HEAD) as container:
-            return bool(container.values.get("parts") == files.parts_to_json(parts)) and all(
-                (folder / part.name).exists() for part in parts
-            )
-    except (OSError, SlipstreamError):
-        return False
 
 
 def load_storage(storage: PackedEpisodeStorage, path: Path) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-STATS = ("return", "episode_len", "reach_goal", "collision", "truncated")
+from slipstream.nav.env import STATS
 
 
 class EpisodeStats:

@@ -177,6 +177,11 @@ class Trainer:
         """End training after the iteration under way, as if the signal had come."""
         self._stop = signal.Signals(number)
 
+    def checkpoint_stall_ms(self) -> float:
+        """Return for how long a save held up training on average: the call, and the optimizers' wait for the copy."""
+        stats = self.checkpoint_stats()
+        return 1e3 * (stats["total_call_s"] + stats["total_barrier_s"]) / max(stats["save_count"], 1)
+
     def storages(self) -> list[RolloutStorage]:
         """Return where rollouts are kept, if anywhere."""
         return [storage for storage in (self.rollouts, self.last_rollouts) if storage is not None]
@@ -243,7 +248,15 @@ class Trainer:
             self._on_iteration({"iteration": self.iteration, **metrics})
         if self.iteration % SUMMARY_EVERY == 0:
             logger.info("where time goes, iteration %d:\n%s", self.iteration, self.monitor.get_summary())
-            logger.info("checkpoints: %s", _in_words(self.checkpoint_stats()))
+            logger.info("checkpoints: %s", self._saving_in_words())
+
+    def _saving_in_words(self) -> str:
+        stats = self.checkpoint_stats()
+        return (
+            f"{stats['save_count']:.0f} saved, {stats['compression_ratio']:.2f} times smaller, "
+            f"{self.checkpoint_stall_ms():.1f} ms of stall each, {stats['queue_size']:.0f} queued, "
+            f"{stats['failed_count']:.0f} failed"
+        )
 
     def _save(self, rollout: Any) -> None:
         """Save what is due: in the background, after the iteration's line has been written."""
@@ -321,12 +334,3 @@ def _is_due(iteration: int, interval: int) -> bool:
 def _plain(rollout: Any) -> Any:
     """Return a rollout as a TensorDict, unpacked if it is packed."""
     return rollout.to_tensordict() if hasattr(rollout, "minibatches") else rollout
-
-
-def _in_words(stats: Mapping[str, float]) -> str:
-    saves = max(stats["save_count"], 1)
-    stall_ms = 1e3 * (stats["total_call_s"] + stats["total_barrier_s"]) / saves
-    return (
-        f"{stats['save_count']:.0f} saved, {stats['compression_ratio']:.2f} times smaller, {stall_ms:.1f} ms of stall "
-        f"each, {stats['queue_size']:.0f} queued, {stats['failed_count']:.0f} failed"
-    )
