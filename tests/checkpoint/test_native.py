@@ -310,3 +310,38 @@ def test_a_parent_that_makes_no_sense_is_refused(tmp_path, parent):
     state = {"x": {"$": "tensor", "entry": "y", "dtype": "float32", "shape": [1]}}
     with pytest.raises((CorruptFileError, KeyError)):
         load_checkpoint(forge(tmp_path / "f.slip", state, parent=parent))
+
+
+def test_tensors_too_small_to_gain_are_stored_as_they_are_and_larger_ones_are_packed(tmp_path):
+    state = {"bias": torch.zeros(100), "weight": torch.zeros(1000)}
+    write_native(tmp_path / "a.slip", state)
+    with Container(tmp_path / "a.slip") as container:
+        assert {name: entry.stored_bytes < entry.nbytes for name, entry in container.entries.items()} == {
+            "bias": False,
+            "weight": True,
+        }
+    assert torch.equal(load_checkpoint(tmp_path / "a.slip")["bias"], state["bias"])
+
+
+def test_retention_knows_the_parents_of_what_was_just_saved_without_reading_it_again(tmp_path, monkeypatch):
+    network, optimizer, train = adam_run()
+    opened: list[Path] = []
+    init = NativeFile.__init__
+
+    def counting(self: NativeFile, path: Any) -> None:
+        opened.append(Path(path))
+        init(self, path)
+
+    monkeypatch.setattr(NativeFile, "__init__", counting)
+    with CheckpointManager(tmp_path, keep_last=3) as manager:
+        for step in range(8):
+            train(1)
+            manager.save(step, state_of(network, optimizer), {"reward": step}).wait()
+    assert all(path.parent.name == ".bases" for path in opened)
+    assert len(opened) == 7
+    fresh = CheckpointManager(tmp_path, keep_last=3)
+    assert fresh.prune() == []
+    assert len(list((tmp_path / ".bases").iterdir())) == 7
+    for step in fresh.steps():
+        load_checkpoint(fresh.path(step))
+    fresh.close()

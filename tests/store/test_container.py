@@ -436,3 +436,11 @@ def test_a_pickled_container_finds_its_file_from_another_folder(tmp_path, monkey
     monkeypatch.chdir("/")
     with pickle.loads(content) as copy:
         assert copy.read("x").size == 3
+
+
+def test_a_writer_knows_what_a_reader_says_of_the_file(tmp_path):
+    with write_container(tmp_path / "a.slip") as writer:
+        writer.add("x", np.arange(1000))
+        writer.set("step", 3)
+    with Container(tmp_path / "a.slip") as container:
+        assert (writer.identity, writer.file_bytes) == (container.identity, container.file_bytes)

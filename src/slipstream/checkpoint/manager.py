@@ -229,8 +229,9 @@ class CheckpointManager:
         with self._folder_lock():
             parent = self._parent()
             written = write_native(path, state, metadata, parent, background_threads(), compress=self.compress)
-            with self._lock:
-                previous, self._reference = self._reference, (path, written, snapshot)
+            previous, self._reference = self._reference, (path, written, snapshot)
+            with contextlib.suppress(OSError):  # somebody deleted it already
+                self._infos[_key(path)] = _Info(metadata["step"], metadata["metrics"], written.parents, thinned=False)
             if previous is not None:
                 previous[2].release()
             self._prune()
@@ -241,7 +242,7 @@ class CheckpointManager:
         if self._reference is None:
             return None
         path, written, _ = self._reference
-        if written.depth + 1 >= self.full_every:
+        if len(written.parents) + 1 >= self.full_every:
             return None
         base = self.folder / BASES / f"{written.identity}{SUFFIX}"
         if not base.exists():
@@ -253,10 +254,10 @@ class CheckpointManager:
             sync_folder(base.parent)
             with contextlib.suppress(OSError, CorruptFileError, FormatVersionError), NativeFile(base) as file:
                 if file.container.identity == written.identity:
-                    return Parent(base, written.identity, written.depth, written.content)
+                    return Parent(base, written.identity, written.parents, written.content)
             base.unlink(missing_ok=True)  # another process replaced the file under that name
             return None
-        return Parent(base, written.identity, written.depth, written.content)
+        return Parent(base, written.identity, written.parents, written.content)
 
     def _readable(self) -> list[_Info]:
         """Return what can be said of each checkpoint on disk, in order; damaged ones are left out."""
@@ -264,8 +265,7 @@ class CheckpointManager:
         for step in self.steps():
             path = self.path(step)
             try:
-                status = path.stat()
-                key = (path.name, status.st_mtime_ns, status.st_size)
+                key = _key(path)
                 info = self._infos.get(key) or _describe(step, path)
             except (OSError, CorruptFileError, FormatVersionError):
                 continue
@@ -328,6 +328,12 @@ class CheckpointManager:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def _key(path: Path) -> tuple[str, int, int]:
+    """Return what is different if a file was replaced."""
+    status = path.stat()
+    return path.name, status.st_mtime_ns, status.st_size
 
 
 def _describe(step: int, path: Path) -> _Info:

@@ -29,6 +29,7 @@ from slipstream.tree import Path as TreePath
 
 KIND = "checkpoint"
 _INLINE_BYTES = 128
+_SMALL_BYTES = 2048  # packing less than this takes longer than it is worth
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class Parent:
     Attributes:
         path: Its file.
         identity: Its fingerprint, so that another file in its place is noticed.
-        depth: How many parents it has itself.
+        parents: Identities of its own parents, from the nearest on.
         content: Its memory.
     """
 
     path: Path
     identity: str
-    depth: int
+    parents: tuple[str, ...]
     content: Content
 
 
@@ -63,7 +64,7 @@ class Written:
     raw_bytes: int
     stored_bytes: int
     identity: str
-    depth: int
+    parents: tuple[str, ...]
     content: Content
 
 
@@ -105,7 +106,7 @@ class _Collector:
         self.raw_bytes += array.nbytes
         if array.nbytes <= _INLINE_BYTES:
             return {**node, "hex": array.tobytes().hex()}
-        return {**node, "entry": self._add(name, array, Auto())}
+        return {**node, "entry": self._add(name, array, Auto() if array.nbytes >= _SMALL_BYTES else Raw())}
 
     def _add(self, name: str, array: NDArray[Any], codec: Codec) -> str:
         unique, number = name, 2
@@ -129,7 +130,7 @@ class _Collector:
             array = array_of(content.numpy(), region.dtype, region.shape)
             inline = region.nbytes <= _INLINE_BYTES and len(region.tensors) == 1
             if not inline:
-                homes[number] = self._add(first_name[number], array, _codec_for(region.dtype))
+                homes[number] = self._add(first_name[number], array, _codec_for(region.dtype, region.nbytes))
             else:
                 node = self.nodes[next(i for i, view in enumerate(views) if view.region == number)]
                 node["hex"] = content.numpy().tobytes().hex()
@@ -151,7 +152,9 @@ def _describe(node: dict[str, Any], view: View, entry: str | None) -> None:
         node["stride"] = list(view.stride)
 
 
-def _codec_for(dtype: torch.dtype) -> Codec:
+def _codec_for(dtype: torch.dtype, nbytes: int) -> Codec:
+    if nbytes < _SMALL_BYTES:
+        return Raw()
     if dtype.is_floating_point and dtype.itemsize > 1:
         return Planes(floating=carrier(dtype)[1] or None)
     return Planes() if dtype.is_complex else Auto()
@@ -190,7 +193,7 @@ def write_native(
     if not compress:
         collector.codecs = dict.fromkeys(collector.codecs, Raw())
     content = Content(collector.arrays, find_moments(state, collector.entry_of))
-    depth = 0
+    parents: tuple[str, ...] = ()
     with write_container(path, kind=KIND, threads=threads) as writer:
         if parent:
             same, predicted = _add_changes(writer, content, collector.codecs, parent.content)
@@ -200,21 +203,19 @@ def write_native(
         writer.set("state", structure)
         writer.set("metadata", described)
         if parent:
-            depth = parent.depth + 1
+            parents = (parent.identity, *parent.parents)
             relative = os.path.relpath(parent.path, Path(path).parent)
             writer.set(
                 "parent",
                 {
                     "file": relative,
                     "identity": parent.identity,
-                    "depth": depth,
+                    "depth": len(parents),
                     "same": same,
                     "predicted": {name: recipe.to_json() for name, recipe in predicted.items()},
                 },
             )
-    with Container(path) as container:
-        stored, identity = container.file_bytes, container.identity
-    return Written(collector.raw_bytes, stored, identity, depth, content)
+    return Written(collector.raw_bytes, writer.file_bytes, writer.identity, parents, content)
 
 
 def _add_changes(
@@ -223,13 +224,16 @@ def _add_changes(
     """Add what differs from the parent; returns what is the same, and what was stored against a prediction."""
     same: list[str] = []
     predicted: dict[str, Recipe] = {}
-    candidates = recipes(content.arrays, content.moments, old.arrays, old.moments)
+    moments = {key: one for key, one in content.moments.items() if content.arrays[one.first].nbytes >= _SMALL_BYTES}
+    candidates = recipes(content.arrays, moments, old.arrays, old.moments)
     for name, array in content.arrays.items():
         before = old.arrays.get(name)
         if before is None or (before.dtype, before.shape) != (array.dtype, array.shape):
             writer.add(name, array, codecs[name])
         elif _equal(array, before):
             same.append(name)
+        elif array.nbytes < _SMALL_BYTES:
+            writer.add(name, array, codecs[name])
         else:
             codec, recipe = _best(name, content, old, codecs[name], candidates.get(name, []))
             reference: Reference | None = before if codec.needs_reference else None

@@ -64,8 +64,7 @@ def write_part(folder: Path, log: FrameLog, start: int, stop: int, values: dict[
             writer.set(name, value)
         for number, (sizes, payloads) in enumerate(log.segments(start, stop)):
             add_segments(writer, f"{number}", sizes, payloads)
-    with Container(path) as container:
-        return Part(start, stop, path.name, container.identity, container.file_bytes)
+    return Part(start, stop, path.name, writer.identity, writer.file_bytes)
 
 
 def add_segments(writer: ContainerWriter, name: str, sizes: NDArray[np.int64], payloads: Sequence[bytes]) -> None:

@@ -48,7 +48,12 @@ _PartOf = Callable[[int, int, tuple[int, ...]], NDArray[Any] | None]
 
 
 class ContainerWriter:
-    """Adds arrays and values to a container that is being written; made by `write_container`."""
+    """Adds arrays and values to a container that is being written; made by `write_container`.
+
+    Attributes:
+        identity: Once the file is complete, what `Container.identity` says of it.
+        file_bytes: Once the file is complete, its size.
+    """
 
     def __init__(self, file: BinaryIO, kind: str, chunk_bytes: int, threads: int | None, verify: bool) -> None:
         self._verify = verify
@@ -62,6 +67,8 @@ class ContainerWriter:
         self._header = _HEADER.pack(MAGIC, VERSION, 0)
         self._file.write(self._header)
         self._position = len(self._header)
+        self.identity = ""
+        self.file_bytes = 0
 
     def add(
         self, name: str, array: NDArray[Any], codec: Codec | None = None, reference: Reference | None = None
@@ -144,8 +151,11 @@ class ContainerWriter:
         if len(text) > MAX_INDEX_BYTES:
             raise ValueError(f"the container's index is {len(text)} bytes, at most {MAX_INDEX_BYTES} are allowed")
         Index.parse(text, _HEADER.size, self._position)  # whatever we write, we can read
+        footer = _footer(self._header, self._position, text)
         self._file.write(text)
-        self._file.write(_footer(self._header, self._position, text))
+        self._file.write(footer)
+        self.identity = _identity(xxhash.xxh3_64_intdigest(text))
+        self.file_bytes = self._position + len(text) + len(footer)
 
 
 def check_payload(
@@ -170,6 +180,10 @@ def _parts_of(reference: Reference | None, dtype: np.dtype[Any], shape: tuple[in
 def _footer(header: bytes, index_offset: int, index: bytes) -> bytes:
     fields = struct.pack("<QQQ", index_offset, len(index), xxhash.xxh3_64_intdigest(index))
     return fields + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(header + fields), END_MAGIC)
+
+
+def _identity(index_checksum: int) -> str:
+    return f"{index_checksum:016x}"
 
 
 @contextlib.contextmanager
@@ -267,7 +281,7 @@ class Container:
     @property
     def identity(self) -> str:
         """A fingerprint of the whole content: the checksum of the index, which holds those of all chunks."""
-        return f"{self._index_checksum:016x}"
+        return _identity(self._index_checksum)
 
     @property
     def file_bytes(self) -> int:
