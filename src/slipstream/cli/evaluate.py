@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.train import calm_threads
+from slipstream.cli.threads import calm_threads
 
 if TYPE_CHECKING:
     from slipstream.rl.network import NavRLPolicy

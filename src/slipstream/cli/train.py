@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from slipstream.cli.threads import calm_threads
 
 if TYPE_CHECKING:
     from slipstream.train.settings import TrainSettings
@@ -22,15 +23,6 @@ preset=navrl (the default) is the original's training. Everything goes to runs/<
 
 resume=runs/<name> goes on exactly where that run was; Ctrl-C saves and stops.
 """
-
-
-def calm_threads() -> None:
-    """Let OpenMP's threads spin for a moment and sleep after that; has to be in the environment before torch is there.
-
-    Threads that sleep at once take half as long again on idle cores; threads that spin on keep busy cores from others.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "50000")
 
 
 def train(

@@ -47,13 +47,17 @@ def prepare_process(num_threads: int = 0) -> list[str]:
         said.append("denormal numbers flushed to zero")
     if _keep_freed_memory():
         said.append("freed memory is kept")
-    policy = os.environ.get("OMP_WAIT_POLICY", "").lower()
-    said.append(
-        "threads sleep while they wait (OMP_WAIT_POLICY=PASSIVE)"
-        if policy == "passive"
-        else "threads spin while they wait: set OMP_WAIT_POLICY=PASSIVE if the machine is busy"
-    )
+    said.append(_waiting())
     return said
+
+
+def _waiting() -> str:
+    """Say how threads wait for each other."""
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+        return "threads spin while they wait: set OMP_WAIT_POLICY=PASSIVE if the machine is busy"
+    if os.environ.get("GOMP_SPINCOUNT") == "0":
+        return "threads sleep at once while they wait, because others use the cores (GOMP_SPINCOUNT=0)"
+    return "threads sleep while they wait (OMP_WAIT_POLICY=PASSIVE)"
 
 
 def _keep_freed_memory() -> bool:
