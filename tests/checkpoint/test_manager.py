@@ -16,8 +16,8 @@ from slipstream.checkpoint import NativeFile
 
 def state(step: int) -> dict[str, object]:
     """A state whose every number tells its step."""
-    moments = {"exp_avg": torch.full((400,), step + 0.5)}
-    return {"policy": {"weight": torch.full((500,), float(step))}, "optimizer": {"state": {0: moments}}, "step": step}
+    moments = {"exp_avg": torch.full((4000,), step + 0.5)}
+    return {"policy": {"weight": torch.full((5000,), float(step))}, "optimizer": {"state": {0: moments}}, "step": step}
 
 
 def fill(manager: CheckpointManager, steps: list[int], rewards: list[float] | None = None) -> None:
@@ -188,8 +188,8 @@ import sys, torch
 from slipstream import CheckpointManager
 
 def state(step):
-    moments = {"exp_avg": torch.full((400,), step + 0.5)}
-    return {"policy": {"weight": torch.full((500,), float(step))}, "optimizer": {"state": {0: moments}}, "step": step}
+    moments = {"exp_avg": torch.full((4000,), step + 0.5)}
+    return {"policy": {"weight": torch.full((5000,), float(step))}, "optimizer": {"state": {0: moments}}, "step": step}
 
 folder, start = sys.argv[1], int(sys.argv[2])
 with CheckpointManager(folder, keep_last=4, full_every=5) as manager:

@@ -60,7 +60,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 def test_every_single_bit_of_a_checkpoint_that_flips_is_noticed(tmp_path):
     path = tmp_path / "c.slip"
-    write_native(path, {"w": torch.arange(40.0), "b": torch.ones(2), "n": 3})
+    write_native(path, {"w": torch.arange(40.0), "packed": torch.ones(600), "b": torch.ones(2), "n": 3})
     original = path.read_bytes()
     for position in range(8 * len(original)):
         damaged = bytearray(original)
@@ -245,8 +245,8 @@ def test_deltas_that_refer_to_each_other_or_to_themselves_are_refused(tmp_path):
 
 def test_a_delta_of_tensors_that_changed_shape_or_dtype_is_complete(tmp_path):
     with CheckpointManager(tmp_path) as manager:
-        manager.save(0, {"a": torch.randn(100), "b": torch.randn(100), "gone": torch.randn(100)})
-        state = {"a": torch.randn(50, 4), "b": torch.randn(100).double(), "new": torch.randn(100)}
+        manager.save(0, {"a": torch.randn(1000), "b": torch.randn(1000), "gone": torch.randn(1000)})
+        state = {"a": torch.randn(500, 4), "b": torch.randn(1000).double(), "new": torch.randn(1000)}
         manager.save(1, state)
     assert_same(load_checkpoint(manager.path(1)), state)
 
@@ -265,16 +265,16 @@ def test_saving_while_training_steps_in_between_gives_exact_deltas(tmp_path):
 
 
 def test_tensors_in_metadata_and_metrics_are_saved_like_any_other(tmp_path):
-    metrics = {"loss": torch.tensor(0.5), "histogram": torch.arange(300.0), "counts": torch.arange(300).numpy()}
+    metrics = {"loss": torch.tensor(0.5), "histogram": torch.arange(3000.0), "counts": torch.arange(3000).numpy()}
     with CheckpointManager(tmp_path, keep_last=2) as manager:
         for step in range(5):
-            manager.save(step, {"x": torch.full((300,), float(step))}, metrics)
+            manager.save(step, {"x": torch.full((3000,), float(step))}, metrics)
     assert manager.steps() == [3, 4]
     back = manager.restore()
     assert back.state["x"].unique().tolist() == [4.0]
     assert back.metrics["loss"] == 0.5
     assert torch.equal(back.metrics["histogram"], metrics["histogram"])  # type: ignore[arg-type]
-    assert back.metrics["counts"].sum() == sum(range(300))
+    assert back.metrics["counts"].sum() == sum(range(3000))
 
 
 def test_tensors_that_come_back_tied_are_saved_tied_by_torch(tmp_path):
@@ -287,7 +287,7 @@ def test_tensors_that_come_back_tied_are_saved_tied_by_torch(tmp_path):
 def test_a_file_that_cannot_be_read_keeps_the_bases_of_the_folder(tmp_path):
     with CheckpointManager(tmp_path, keep_last=None, full_every=10) as manager:
         for step in range(4):
-            manager.save(step, {"x": torch.full((500,), float(step))})
+            manager.save(step, {"x": torch.full((5000,), float(step))})
         manager.flush()
         hidden = manager.path(3).read_bytes()
         manager.path(3).write_bytes(b"unreadable for now")

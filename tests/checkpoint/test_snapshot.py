@@ -70,25 +70,29 @@ def everything() -> dict[str, Any]:
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "dtypes": {
-            str(dtype): torch.randn(300, generator=generator).to(dtype)
+            str(dtype): torch.randn(3000, generator=generator).to(dtype)
             for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
         },
-        "ints": [torch.arange(-50, 50).to(dtype) for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)],
-        "unsigned": [torch.arange(100).to(dtype) for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64)],
-        "bool": torch.arange(500) % 3 == 0,
-        "complex": torch.randn(70, dtype=torch.complex64, generator=generator),
+        "ints": [
+            torch.arange(-50, 50).repeat(30).to(dtype) for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+        ],
+        "unsigned": [
+            torch.arange(100).repeat(30).to(dtype) for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+        ],
+        "bool": torch.arange(5000) % 3 == 0,
+        "complex": torch.randn(700, dtype=torch.complex64, generator=generator),
         "special": torch.tensor([float("nan"), -0.0, float("inf"), 1e-42]),
         "scalar": torch.tensor(7),
         "empty": torch.zeros(0, 5),
         "transposed": base.t(),
         "strided": base[::2, 1::3],
         "expanded": base[0].expand(9, 50),
-        "channels last": torch.randn(2, 3, 8, 8, generator=generator).to(memory_format=torch.channels_last),
-        "parameter": torch.nn.Parameter(torch.randn(60, generator=generator)),
-        "frozen": torch.nn.Parameter(torch.randn(60, generator=generator), requires_grad=False),
-        "conjugate": torch.randn(40, dtype=torch.complex64, generator=generator).conj(),
+        "channels last": torch.randn(2, 3, 16, 16, generator=generator).to(memory_format=torch.channels_last),
+        "parameter": torch.nn.Parameter(torch.randn(600, generator=generator)),
+        "frozen": torch.nn.Parameter(torch.randn(600, generator=generator), requires_grad=False),
+        "conjugate": torch.randn(400, dtype=torch.complex64, generator=generator).conj(),
         "tensordict": TensorDict({"a": torch.randn(4, 3), "nested": {"b": torch.arange(4)}}, batch_size=[4]),
-        "numpy": np.random.default_rng(0).normal(size=(30, 5)),
+        "numpy": np.random.default_rng(0).normal(size=(300, 5)),
         "numpy fortran": np.asfortranarray(np.arange(600.0).reshape(20, 30)),
         "numpy scalar": np.float32(1.25),
         "plain": [
