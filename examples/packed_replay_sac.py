@@ -10,13 +10,10 @@ from torchrl.data import ReplayBuffer
 
 from slipstream import NavigationConfig, NavigationEnv, PackedEpisodeStorage
 
-torch.manual_seed(0)
-torch.set_num_threads(1)  # the networks are small
 NUM_ENVS, NUM_STEPS, BATCH, SPEED_M_S, ALPHA = 16, 100 if "--tiny" in sys.argv else 2000, 128, 2.0, 0.1
 SIZES = {"state": 8, "lidar": 144, "direction": 3, "dynamic_obstacle": 50}
 
-config = NavigationConfig(num_envs=NUM_ENVS, num_static_obstacles=60, dynamics="lag", dt_s=0.1, compile="false")
-env = NavigationEnv(config)
+env = NavigationEnv(NavigationConfig(num_envs=NUM_ENVS, num_static_obstacles=60, dynamics="lag", dt_s=0.1))
 buffer = ReplayBuffer(storage=PackedEpisodeStorage(NUM_ENVS * NUM_STEPS, ndim=2), batch_size=BATCH)
 
 
@@ -30,6 +27,7 @@ def mlp(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, outputs))
 
 
+torch.manual_seed(0)
 actor, critics = mlp(sum(SIZES.values()), 6), nn.ModuleList(mlp(sum(SIZES.values()) + 3, 1) for _ in range(2))
 targets = copy.deepcopy(critics).requires_grad_(requires_grad=False)
 optimizers = [torch.optim.Adam(p, 1e-3) for p in (actor.parameters(), critics.parameters())]
@@ -48,8 +46,8 @@ def value(networks: nn.ModuleList, seen: torch.Tensor, action: torch.Tensor) -> 
     return torch.stack([network(torch.cat([seen, action], -1)).squeeze(-1) for network in networks])
 
 
-def learn(batch: TensorDict) -> float:
-    """Take one step of all optimizers; returns the loss of the critics."""
+def learn(batch: TensorDict) -> None:
+    """Take one step of all optimizers."""
     seen, after = (features(part["agents", "observation"]) for part in (batch, batch["next"]))
     with torch.no_grad():
         action, log_prob = act(after)
@@ -65,15 +63,17 @@ def learn(batch: TensorDict) -> float:
         optimizer.step()
     for target_weight, weight in zip(targets.parameters(), critics.parameters(), strict=True):
         target_weight.lerp_(weight.detach(), 0.01)
-    return float(critic_loss.detach())
 
 
-data, losses = env.reset(), []
+data, rewards = env.reset(), []
 for number in range(NUM_STEPS):
     with torch.no_grad():
         data["agents", "action"] = SPEED_M_S * act(features(data["agents", "observation"]))[0]
     step, data = env.step_and_maybe_reset(data)
     buffer.extend(step.select("agents", ("next", "agents"), ("next", "done"), ("next", "terminated")).unsqueeze(1))
-    losses += [learn(buffer.sample())] if number >= 32 else []
-held, raw = (buffer.storage.get_stats()[name] / 1e6 for name in ("held_bytes", "raw_bytes"))
-print(f"critic loss {sum(losses[-20:]) / 20:.3f}; {len(buffer)} steps in {held:.2f} MB, {raw:.1f} MB unpacked")
+    rewards.append(step["next", "agents", "reward"].mean().item())
+    if number >= 32:
+        learn(buffer.sample())
+first, last = (sum(part) / len(part) for part in (rewards[: NUM_STEPS // 10], rewards[-NUM_STEPS // 10 :]))
+smaller = buffer.storage.get_stats()["compression_ratio"]
+print(f"reward {first:.2f} at first, {last:.2f} at last; {len(buffer)} steps are {smaller:.1f} times smaller here")

@@ -448,3 +448,55 @@ def test_memory_is_that_of_numbers_and_not_of_images(tmp_path):
 
 def test_frames_helper_tells_rows_apart():
     assert row_of(frames("left", 600)[599].transpose(2, 0, 1)) == 599
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_images_of_other_channels_than_those_that_are_loaded_are_refused(file_a, tmp_path, channels):
+    other = write_a(tmp_path / "other.hdf5")
+    with h5py.File(other, "a") as file:
+        for camera in CAMERAS:
+            del file[f"observations/{camera}_image"]
+            file[f"observations/{camera}_image"] = np.zeros((31, 16, 16, channels), np.uint8)
+    with MultimodalReplayBuffer(7, image_size=16) as buffer:
+        buffer.load_from_hdf5(file_a)
+        with pytest.raises(DatasetError, match=f"camera left have {channels} channels, .* loaded already have 3"):
+            buffer.load_from_hdf5(other)
+        assert buffer.size == 30
+
+
+@pytest.mark.parametrize("rows", [30, 31, 33])
+def test_statistics_of_joints_count_each_recorded_position_once(tmp_path, rows):
+    path = write_a(tmp_path / "a.hdf5", ends=(9, 19), rows=rows)
+    with h5py.File(path) as file:
+        values = file["observations/joint"][()]
+    with MultimodalReplayBuffer(7, image_size=16) as buffer:
+        buffer.load_from_hdf5(path)
+        np.testing.assert_allclose(buffer.joint_mean, values.mean(0), atol=1e-5)
+        np.testing.assert_allclose(buffer.joint_std, values.std(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["replaced", "deleted"])
+def test_a_file_that_is_replaced_or_deleted_while_it_is_open_is_an_error(file_a, tmp_path, how):
+    with MultimodalReplayBuffer(7, image_size=16) as buffer:
+        buffer.load_from_hdf5(file_a)
+        buffer.sample(4)
+        if how == "replaced":
+            write_a(tmp_path / "new.hdf5").replace(file_a)
+        else:
+            file_a.unlink()
+        with pytest.raises((DatasetError, FileNotFoundError), match="a.hdf5"):
+            buffer.sample(4)
+
+
+def test_a_process_that_is_forked_before_anything_was_drawn_draws_numbers_of_its_own(file_a):
+    script = (
+        "import os, sys\n"
+        "from slipstream import MultimodalReplayBuffer\n"
+        "b = MultimodalReplayBuffer(7, image_size=16, seed=1); b.load_from_hdf5(sys.argv[1])\n"
+        "child = os.fork()\n"
+        "if child: os.waitpid(child, 0)\n"
+        "print(b.sample(20).action[:, 0].tolist(), flush=True)\n"
+    )
+    command = [sys.executable, "-c", script, str(file_a)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.splitlines()
+    assert len(set(lines)) == 2

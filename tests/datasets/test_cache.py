@@ -294,3 +294,10 @@ def test_what_cannot_be_ingested_is_said(file_a, tmp_path):
         file["observations/joint"], file["actions"] = np.zeros((5, 2)), np.zeros((4, 2))
     with pytest.raises(DatasetError, match="has no images, so there is nothing to ingest"):
         ingest(blind, SIZE)
+
+
+def test_a_source_that_is_deleted_while_it_is_ingested_is_named_and_not_the_cache(tmp_path):
+    source = write_a(tmp_path / "a.hdf5")
+    with pytest.raises(FileNotFoundError) as caught:
+        ingest(source, 16, progress=lambda *_: source.unlink(missing_ok=True))
+    assert caught.value.filename == str(source)

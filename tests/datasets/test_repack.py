@@ -1,10 +1,12 @@
 """A repacked file holds the same, and is read in parallel."""
 
+import os
+
 import h5py
 import numpy as np
 import pytest
 
-from slipstream import ConfigurationError, DatasetError, SequenceDataset, describe, repack
+from slipstream import ConfigurationError, DatasetError, Fields, SequenceDataset, describe, repack
 from tests.datasets.conftest import write_a, write_aloha, write_minari, write_robomimic
 
 
@@ -85,3 +87,38 @@ def test_what_cannot_be_repacked_is_said(file_a, tmp_path):
             del file[f"observations/{camera}_image"]
     with pytest.raises(DatasetError, match="has no images, so there is nothing to repack"):
         repack(file_a, tmp_path / "b.hdf5")
+
+
+def test_names_that_lead_to_the_same_thing_still_do(file_a, tmp_path):
+    with h5py.File(file_a, "a") as file:
+        file.move("observations/left_image", "raw/left")
+        file["observations/left_image"] = h5py.SoftLink("/raw/left")
+        file["again/left"] = file["raw/left"]
+        file["again/root"] = file["/"]
+        file["again/actions"] = file["actions"]
+    done = repack(file_a, tmp_path / "b.hdf5")
+    assert done.num_frames == 93
+    with h5py.File(file_a) as old, h5py.File(done.path) as new:
+        assert isinstance(new.get("observations/left_image", getlink=True), h5py.SoftLink)
+        assert new["again/left"] == new["raw/left"] == new["observations/left_image"]
+        assert new["again/actions"] == new["actions"]
+        assert new["again/root/again/root"] == new["/"]
+        assert (new["raw/left"][()] == old["raw/left"][()]).all()
+
+
+def test_images_may_be_named_with_a_slash_before_their_path(tmp_path):
+    source = write_robomimic(tmp_path / "r.hdf5")
+    repack(source, tmp_path / "b.hdf5", fields=Fields({"global": "/obs/agentview_image"}))
+    with h5py.File(source) as old, h5py.File(tmp_path / "b.hdf5") as new:
+        name = "data/demo_1/obs/agentview_image"
+        assert (new[name][()] == old[name][()]).all()
+
+
+def test_a_source_that_changes_meanwhile_leaves_nothing_behind(file_a, tmp_path):
+    def touch(done: int, total: int) -> None:
+        if done == total:
+            os.utime(file_a, ns=(1, 1))
+
+    with pytest.raises(DatasetError, match="a.hdf5: changed since it was opened"):
+        repack(file_a, tmp_path / "b.hdf5", progress=touch)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.hdf5"]

@@ -151,3 +151,26 @@ def test_a_program_may_end_without_stopping_it(file_a):
 def test_sizes_below_one_are_refused(options):
     with pytest.raises(ConfigurationError, match="is 0, expected a whole number from 1 up"):
         AsyncSampler(Numbers(), **options)
+
+
+def test_a_sampler_that_is_dropped_by_a_thread_its_batch_waits_for_does_not_hang():
+    script = (
+        "import gc, threading, time\n"
+        "from slipstream import AsyncSampler\n"
+        "class Buffer:\n"
+        "    def sample(self, count):\n"
+        "        time.sleep(0.2)\n"
+        "        thread = threading.Thread(target=gc.collect)\n"
+        "        thread.start(); thread.join()\n"
+        "        return count\n"
+        "gc.disable()\n"
+        "sampler = AsyncSampler(Buffer(), 2, queue_size=1)\n"
+        "thread = sampler._thread\n"
+        "sampler.itself = sampler\n"
+        "sampler.get_batch()\n"
+        "del sampler\n"
+        "thread.join()\n"
+        "print('ended')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "ended\n"

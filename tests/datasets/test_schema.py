@@ -328,3 +328,53 @@ def test_flipped_bytes_are_an_error_of_ours_or_harmless(tmp_path, data):
             found[list(range(len(found)))]
     except (SlipstreamError, OSError):
         pass
+
+
+def test_a_soft_link_that_leads_to_another_file_is_refused(tmp_path, file_a):
+    path = write_a(tmp_path / "links.hdf5")
+    with h5py.File(path, "a") as file:
+        file["out"] = h5py.ExternalLink(str(file_a), "/")
+        for name in ("actions", "observations/left_image"):
+            file.move(name, f"{name}_kept")
+            file[name] = h5py.SoftLink(f"/out/{name}")
+    with pytest.raises(DatasetError, match="/actions is a link to /out/actions, which leads to another file, .*a.hdf5"):
+        describe(path)
+    with h5py.File(path, "a") as file:
+        del file["actions"]
+        file.move("actions_kept", "actions")
+    with pytest.raises(DatasetError, match="/left_image is a link to /out/.*, which leads to another file, .*a.hdf5"):
+        describe(path)
+
+
+def test_a_virtual_dataset_that_leads_to_another_file_by_a_link_is_refused(tmp_path, file_a):
+    path = write_a(tmp_path / "v.hdf5")
+    with h5py.File(path, "a") as file:
+        del file["observations/left_image"]
+        file["out"] = h5py.ExternalLink(str(file_a), "/observations")
+        layout = h5py.VirtualLayout((31, 20, 24, 3), np.uint8)
+        layout[:] = h5py.VirtualSource(".", "/out/left_image", (31, 20, 24, 3))
+        file.create_virtual_dataset("observations/left_image", layout)
+    with pytest.raises(DatasetError, match="/out is an external link to /observations in .*a.hdf5"):
+        describe(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("next_obs/robot0_joint_pos", np.zeros((2, 7)), r"robot0_joint_pos has shape \[2, 7\], expected \[5, 7\]"),
+        ("next_obs/robot0_joint_pos", [b"a"] * 5, "robot0_joint_pos holds strings, expected numbers"),
+        (
+            "next_obs/robot0_joint_pos",
+            np.where(np.arange(5)[:, None] == 4, np.nan, np.zeros((5, 7))),
+            "not finite in row 4: nan",
+        ),
+        ("dones", np.array([0, 0, np.nan, 0, 1]), "/data/demo_1/dones is not finite in row 2: nan"),
+    ],
+)
+def test_what_is_wrong_with_what_follows_or_with_flags_is_named(tmp_path, name, value, sentence):
+    path = write_robomimic(tmp_path / "r.hdf5")
+    with h5py.File(path, "a") as file:
+        del file[f"data/demo_1/{name}"]
+        file[f"data/demo_1/{name}"] = value
+    with pytest.raises(SlipstreamError, match=sentence):
+        SequenceDataset(path, image_size=8)

@@ -192,3 +192,21 @@ def test_fields_name_what_is_not_recognised(tmp_path):
     with SequenceDataset(path, fields=fields, cameras=[]) as data:
         assert data[3]["joint"].shape == (1, 2)
         assert float(data[3]["reward"]) == 1
+
+
+def test_workers_that_persist_are_told_of_the_epoch(robomimic):
+    with SequenceDataset(robomimic, cameras=[]) as data:
+        stream = SequenceStream(data, 4, seed=3)
+        context = multiprocessing.get_context("fork")
+        loader = DataLoader(
+            stream, batch_size=None, num_workers=2, multiprocessing_context=context, persistent_workers=True
+        )
+        first, second = sums(loader), sums(loader)
+        stream.set_epoch(0)
+        assert sums(loader) == first
+        assert sums(loader) == second != first
+
+
+def test_a_number_may_be_a_tensor(robomimic):
+    with SequenceDataset(robomimic, 2, cameras=[]) as data:
+        assert data[torch.tensor(3)]["action"].equal(data[3]["action"])

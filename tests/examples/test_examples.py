@@ -20,6 +20,8 @@ SAYS = {
     "checkpoint_your_loop.py": r"resumed after step 20, .*\n.*\n.*bit for bit: True",
     "inspect_everything.py": r"(?s)the last of 4 lines.*ppo/policy.*agents/observation/lidar.*unseen",
     "navrl_loop.py": r"checkpoint_3\.pt\.lz4 holds policy, optimizers, num_updates, metadata after 1536 frames",
+    "offline_bc.py": r"epoch 3: 0\.[0-7]",
+    "packed_replay_sac.py": r"1600 steps are [1-9][\d.]+ times smaller",
     "torchrl_ppo.py": r"(?s)iteration 2: reward -?[\d.]+, rollouts packed [1-9][\d.]+ times smaller.*whole and checked",
 }
 
@@ -36,25 +38,9 @@ def test_the_example_runs_and_is_short(example, tmp_path):
     assert re.search(SAYS.get(example.name, ""), result.stdout)
 
 
-def test_the_packed_buffer_of_the_off_policy_example_is_smaller_than_its_steps():
-    command = [sys.executable, str(EXAMPLES / "packed_replay_sac.py"), "--tiny"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.search(r"(\d+) steps in ([\d.]+) MB, ([\d.]+) MB unpacked", result.stdout)
-    assert found is not None
-    assert int(found[1]) == 1600
-    assert 0.1 < float(found[2]) < float(found[3])
-
-
 def test_the_demo_finds_the_damage_it_made():
     result = subprocess.run(
         [sys.executable, EXAMPLES / "pack_and_verify.py"], capture_output=True, text=True, check=True
     )
     assert "bit for bit: True" in result.stdout
     assert "entry 'network/0.weight' is damaged in chunk 1 of" in result.stdout
-
-
-def test_behaviour_cloning_learns_something_in_its_tiny_form():
-    command = [sys.executable, str(EXAMPLES / "offline_bc.py"), "--tiny"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    left = [float(line.split()[2]) for line in result.stdout.splitlines() if line.startswith("epoch")]
-    assert left[-1] < 0.85  # 1 is what the mean action leaves

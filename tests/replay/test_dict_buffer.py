@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import ConfigurationError, DictReplayBuffer, ReplayError
+from slipstream import ConfigurationError, DictReplayBuffer, ReplayError, StateMismatchError
 from tests.replay.samples import assert_same, episode
 
 KEYS = ("position", "action", "done", "camera")
@@ -82,3 +82,23 @@ def test_an_episode_with_other_keys_is_refused():
         filled().add({"position": np.zeros((3, 3), np.float32)})
     with pytest.raises(ReplayError, match="nothing to sample"):
         DictReplayBuffer(10, ["x"]).sample(1)
+
+
+def test_a_folder_or_state_with_other_keys_is_refused_and_nothing_changes(tmp_path):
+    other = DictReplayBuffer(100, ["image", "action"])
+    other.add({"image": np.zeros((4, 8, 8, 3), np.uint8), "action": np.zeros((3, 2), np.float32)})
+    other.save(tmp_path / "other")
+    buffer = DictReplayBuffer(100, ["position", "action"])
+    buffer.add({"position": np.ones((4, 3), np.float32), "action": np.zeros((3, 2), np.float32)})
+    with pytest.raises(StateMismatchError, match=r"other has episodes of \['action', 'image'\], expected"):
+        buffer.restore(tmp_path / "other")
+    with pytest.raises(StateMismatchError, match="expected"):
+        buffer.load_state_dict(other.state_dict())
+    assert buffer.num_episodes == 1
+    assert set(buffer.sample(2)) == {"position", "next_position", "action"}
+
+
+def test_a_jpeg_quality_for_what_is_no_image_is_refused():
+    buffer = DictReplayBuffer(100, ["image", "action"], jpeg={"imgae": 90})
+    with pytest.raises(ReplayError, match=r"jpeg names 'imgae', which is not an image here; images are \['image'\]"):
+        buffer.add({"image": np.zeros((4, 64, 64, 3), np.uint8), "action": np.zeros((3, 2), np.float32)})

@@ -164,7 +164,7 @@ def test_what_an_unfinished_episode_needs_is_taken_from_the_oldest_finished_one(
     store.add(episode(20, 1))
     store.append({name: values[:15] for name, values in episode(20, 2).items()})
     assert (store.num_episodes, store.num_frames) == (1, 36)
-    with pytest.raises(ReplayError, match="does not fit max_frames=50"):
+    with pytest.raises(ReplayError, match="do not fit max_frames=50"):
         store.append({name: values[:60] for name, values in episode(70, 2).items()})
     assert store.num_frames == 36
 
@@ -335,3 +335,39 @@ def test_several_threads_sample_while_one_writes_and_evicts():
     for thread in threads:
         thread.join()
     assert not errors, errors[0]
+
+
+def test_unfinished_episodes_of_all_streams_stay_within_the_limits():
+    rows = {"o": np.zeros((4, 10))}
+    by_frames, by_bytes = EpisodeStore(max_frames=10), EpisodeStore(max_bytes=4000)
+    for store in (by_frames, by_bytes):
+        with pytest.raises(ReplayError, match="do not fit max_"):
+            for number in range(100):
+                store.append(rows, stream=number % 3)
+        assert store.num_frames
+    assert by_frames.num_frames == 8
+    assert by_bytes.nbytes <= 4000
+
+
+def test_unfinished_first_episodes_have_the_same_names_and_are_read_into_memory_that_is_there():
+    store = EpisodeStore(seed=0)
+    store.append({"o": np.arange(6.0).reshape(3, 2)})
+    with pytest.raises(ReplayError, match="before they had"):
+        store.append({"p": np.zeros((3, 2))}, stream=1)
+    out = {"o": np.zeros((4, 2)), "next_o": np.zeros((4, 2))}
+    batch = store.sample(4, out=out)
+    assert batch["o"] is out["o"]
+    assert (out["next_o"] == out["o"] + 2).all()
+    with pytest.raises(ReplayError, match="out has no"):
+        store.sample(5, out=out)
+    assert not EpisodeStore().get([])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.zeros(5, 3, dtype=torch.bfloat16), torch.zeros(5, 3).to_sparse(), [[1.0], [1.0, 2.0]]],
+    ids=["bfloat16", "sparse", "ragged"],
+)
+def test_what_numpy_cannot_hold_is_refused_by_name(values):
+    with pytest.raises(ReplayError, match="'o' cannot be an array of numbers"):
+        EpisodeStore().add({"o": values})

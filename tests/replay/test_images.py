@@ -128,3 +128,18 @@ def test_a_header_that_claims_a_huge_image_allocates_nothing():
     packed[8:12] = (2**31 - 1).to_bytes(4, "little")
     with pytest.raises(CodecError):
         decompress_image(bytes(packed))
+
+
+def test_images_that_jpeg_or_numpy_cannot_hold_are_refused():
+    with pytest.raises(ReplayError, match="65500"):
+        compress_image(np.zeros((2, 70_000), np.uint8), jpeg=90)
+    with pytest.raises(ReplayError, match="bfloat16"):
+        compress_image(torch.zeros(3, 4, 4, dtype=torch.bfloat16))
+
+
+def test_a_jpeg_that_claims_to_be_huge_is_damaged():
+    packed = bytearray(compress_image(np.zeros((8, 8), np.uint8), jpeg=90))
+    size = packed.find(b"\xff\xc0") + 5
+    packed[size : size + 4] = (60_000).to_bytes(2, "big") * 2
+    with pytest.raises(CodecError, match="a JPEG is damaged"):
+        decompress_image(bytes(packed))

@@ -6,6 +6,7 @@ import pickle
 import signal
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from slipstream import (
     TrainingState,
     WriteError,
 )
+from slipstream.store import Container, write_container
 from tests.replay.samples import assert_same, episode, rollout
 
 
@@ -538,3 +540,151 @@ def test_threads_sample_from_a_buffer_while_one_writes():
     for one in [*map(counted, range(80)), *counted(80).split(1)]:
         twin.extend(one)
     assert_same(twin.storage.get(slice(None)), storage.get(slice(None)))
+
+
+def packed_anew(storage):
+    """Overwrite all steps but one, until everything is packed anew."""
+    first, number = storage._log, 0
+    while storage._log is first:
+        number += 1
+        storage.set(1 + torch.randperm(149), rollout(1, 149, seed=number, image=False)[0], set_cursor=False)
+
+
+def emptied(storage):
+    storage._empty()
+    storage.set(range(150), rollout(1, 150, seed=2)[0])
+
+
+def another(storage):
+    other = PackedEpisodeStorage(150)
+    other.set(range(150), rollout(1, 150, seed=3)[0])
+    storage.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("change", [packed_anew, emptied, another])
+def test_frames_saved_before_are_not_taken_for_others_of_the_same_number(tmp_path, change):
+    storage = PackedEpisodeStorage(150)
+    storage.set(range(150), rollout(1, 150)[0])
+    storage.dumps(tmp_path)
+    change(storage)
+    storage.dumps(tmp_path)
+    other = PackedEpisodeStorage(150)
+    other.loads(tmp_path)
+    assert_same(storage.get(slice(None)), other.get(slice(None)))
+
+
+def test_a_store_that_became_another_saves_that_one(tmp_path):
+    store, other = EpisodeStore(seed=0), EpisodeStore(seed=0)
+    store.add(episode(10, 1))
+    other.add(episode(10, 2))
+    store.save(tmp_path / "a")
+    other.save(tmp_path / "b")
+    for become in (
+        lambda: store.load_state_dict(other.state_dict()),
+        lambda: store.restore(tmp_path / "b"),
+    ):
+        store.restore(tmp_path / "a")
+        store.save(tmp_path / "c")
+        become()
+        store.save(tmp_path / "c")
+        third = EpisodeStore()
+        third.restore(tmp_path / "c")
+        assert_same(third.episode(0), episode(10, 2))
+
+
+def test_copies_that_stand_in_for_lost_steps_outlive_the_raw_steps_they_were_taken_of(tmp_path):
+    def write(storage, start, count):
+        frames = torch.arange(start, start + count + 1.0)[:, None].expand(-1, 8)
+        content = {"o": frames[:-1], "number": torch.arange(start, start + count), "next": {"o": frames[1:]}}
+        storage.set(range(start, start + count), TensorDict(content, batch_size=[count]))
+
+    storage = PackedEpisodeStorage(400)
+    for start, count in ((0, 64), (64, 64), (128, 10)):  # ten of them stay raw
+        write(storage, start, count)
+        storage.dumps(tmp_path)
+    sorted(tmp_path.glob("frames-*"))[1].unlink()
+    restored = PackedEpisodeStorage(400)
+    restored.loads(tmp_path)
+    assert restored.checkpointer.lost == list(range(64, 128))
+    for start in range(138, 258, 5):
+        write(restored, start, 5)
+        back = restored.get(slice(None))
+        assert torch.equal(back["o"][:, 0], back["number"].float())
+        assert torch.equal(back["next", "o"][:, 0], back["number"] + 1.0)
+
+
+def test_a_batch_is_of_one_store_though_it_becomes_another_meanwhile():
+    stores = [EpisodeStore(seed=0), EpisodeStore(seed=0)]
+    for number in range(10):
+        stores[0].add(episode(40, number))
+        stores[1].add(episode(40, number + 100))
+    states = [store.state_dict() for store in stores]
+    store, stop, mixed = stores[0], threading.Event(), []
+
+    def read():
+        while not stop.is_set():
+            batch = store.sample(8)
+            mixed.append(not np.array_equal(batch["position"][:, 0] + 1, batch["next_position"][:, 0]))
+            mixed.append(not np.allclose(batch["position"][:, 0] / 7, batch["action"][:, 0]))
+            mixed.append(len(set((batch["position"][:, 0] >= 100_000).tolist())) != 1)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(300):
+        store.load_state_dict(states[number % 2])
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert mixed
+    assert not any(mixed)
+
+
+def test_streams_numbered_by_numpy_are_saved(tmp_path):
+    store = EpisodeStore(seed=0)
+    numbered: Any = np.int64(3)
+    store.append({"o": np.zeros((3, 2))}, stream=numbered)
+    store.save(tmp_path)
+    restored = EpisodeStore()
+    restored.restore(tmp_path)
+    restored.append({"o": np.ones((1, 2))}, stream=3)
+    assert restored.discard(3) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("replay episodes", {"log": ["a", []]}),
+        ("replay episodes", {"plain": []}),
+        ("replay episodes", {"plain": {"counts": {}}}),
+        ("replay episodes", {"plain": {"generator": {"bit_generator": "other"}}}),
+        ("replay storage", {"plain": {"newest": None}}),
+        ("replay storage", {"plain": {"len": -1}}),
+    ],
+)
+def test_a_head_that_no_writer_writes_is_an_error_of_one_sentence(tmp_path, kind, change):
+    if kind == "replay episodes":
+        one, other = filled(2), filled(3)
+        one.save(tmp_path)
+        read, length = other.restore, len(other)
+    else:
+        one, other = make_buffer().storage, make_buffer().storage
+        one.set(range(66), rollout(3, 22).reshape(-1))
+        one.dumps(tmp_path)
+        read, length = other.loads, len(other)
+    with Container(tmp_path / "head.slip") as container:
+        values, arrays = dict(container.values), {name: container.read(name) for name in container.entries}
+    for name, value in change.items():
+        values[name] = {**values[name], **value} if isinstance(value, dict) else value
+    with write_container(tmp_path / "head.slip", kind=kind) as writer:
+        for name, value in values.items():
+            writer.set(name, value)
+        for name, array in arrays.items():
+            writer.add(name, array)
+    try:
+        read(tmp_path)
+    except (CorruptFileError, StateMismatchError) as error:
+        assert "\n" not in str(error)
+        assert len(other) == length
+    else:  # the parts told what there is
+        assert other.num_episodes == 2

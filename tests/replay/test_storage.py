@@ -428,3 +428,61 @@ def test_a_pickled_storage_is_a_copy_of_its_own():
     twin.set(range(105, 150), rollout(1, 45)[0])
     assert (len(storage), len(twin)) == (105, 150)
     assert "holds=" in repr(twin)
+
+
+def test_steps_without_next_are_packed_anew_too():
+    ours = PackedEpisodeStorage(50)
+    expected = torch.zeros(50, 4)
+    ours.set(range(50), TensorDict({"o": expected.clone()}, batch_size=[50]))
+    generator = torch.Generator().manual_seed(0)
+    first = ours._log
+    while ours._log is first:
+        where = 1 + torch.randperm(49, generator=generator)  # the first slot keeps the oldest frame
+        expected[where] = torch.randn(49, 4, generator=generator)
+        ours.set(where, TensorDict({"o": expected[where]}, batch_size=[49]), set_cursor=False)
+    assert torch.equal(ours.get(slice(None))["o"], expected)
+
+
+def test_a_full_storage_does_not_look_through_all_slots_for_every_step(monkeypatch):
+    ours = PackedEpisodeStorage(6400)
+    ours.set(range(6400), rollout(1, 6400)[0])
+    looks = []
+    drop = type(ours._log).drop_before
+
+    def counted(log, frame):
+        looks.append(frame)
+        drop(log, frame)
+
+    monkeypatch.setattr(type(ours._log), "drop_before", counted)
+    for number, step in enumerate(rollout(1, 640, seed=1)[0]):
+        ours.set(number, step)
+    assert 0 < len(looks) <= 10
+
+
+def test_empty_tensors_come_back_before_and_after_they_are_packed():
+    ours = PackedEpisodeStorage(100)
+    for number in range(70):
+        ours.set(number, TensorDict({"none": torch.zeros(0), "o": torch.full((3,), float(number))}, batch_size=[]))
+        back = ours.get(slice(None))
+        assert back["none"].shape == (number + 1, 0)
+        assert back["o"][:, 0].tolist() == list(range(number + 1))
+
+
+@pytest.mark.parametrize("slots", [range(500, 520), (torch.arange(20) + 90,)])
+def test_a_refused_first_batch_leaves_no_trace(slots):
+    ours = PackedEpisodeStorage(100)
+    with pytest.raises(OutOfRangeError, match="there are"):
+        ours.set(slots, TensorDict({"o": torch.zeros(20, 3)}, batch_size=[20]))
+    assert not ours.initialized
+    ours.set(range(20), TensorDict({"other": torch.ones(20, 2)}, batch_size=[20]))
+    assert ours.get(slice(None))["other"].sum() == 40
+
+
+def test_jpeg_may_be_asked_for_by_key():
+    data = rollout(1, 60, image=True)[0].select("pixels")
+    data["wrist", "pixels"] = data["pixels"].clone()
+    storage = PackedEpisodeStorage(100, jpeg={"wrist/pixels": 50})
+    storage.set(range(60), data)
+    back = storage.get(slice(None))
+    assert torch.equal(back["pixels"], data["pixels"])
+    assert not torch.equal(back["wrist", "pixels"], data["wrist", "pixels"])

@@ -1,5 +1,8 @@
 """Three towers and a joint MLP: shapes, torchvision's names, and what is refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -100,3 +103,28 @@ def test_other_joints_and_dtypes_are_refused(encoder):
 
 def test_constants_are_not_in_the_state_dict(encoder):
     assert {name.split(".")[0] for name in encoder.state_dict()} == {"left", "right", "global_", "joint", "fusion"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_floats_of_any_width_are_taken_for_those_of_the_encoder(encoder, dtype):
+    image, joint = torch.zeros(2, 3, 224, 224), torch.zeros(2, 16)
+    with torch.no_grad():
+        wanted = encoder(image, image, image, joint)
+        found = encoder(*[image.to(dtype)] * 3, joint.to(dtype))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_cameras_with_different_numbers_of_images_are_refused(encoder):
+    image = torch.zeros(2, 3, 224, 224, dtype=torch.uint8)
+    with pytest.raises(ConfigurationError, match="there are 2, 1, 2 images of the cameras and 2 joint positions"):
+        encoder(image, image[:1], image, torch.zeros(2, 16))
+
+
+def test_the_encoder_needs_neither_tensordict_nor_torchrl():
+    program = (
+        "import sys\n"
+        "sys.modules['tensordict'] = sys.modules['torchrl'] = None\n"
+        "from slipstream import ImageJointEncoder\n"
+        "from slipstream.rl import ValueNorm\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -156,8 +156,8 @@ class MultimodalReplayBuffer:
         )  # fmt: skip
         self._check_widths(part)
         statistics = dict(self._statistics)
-        for name, values in (("action", part.action), ("joint", part.joint)):
-            statistics[name] = statistics.get(name, Statistics.none(values.shape[1])).update(values)
+        for name, values, recorded in (("action", part.action, None), ("joint", part.joint, part.recorded)):
+            statistics[name] = statistics.get(name, Statistics.none(values.shape[1])).update(values, recorded)
         self._ends.append(np.cumsum(part.transitions))
         self._parts.append(part)
         self._statistics = statistics
@@ -180,6 +180,12 @@ class MultimodalReplayBuffer:
                 raise DatasetError(
                     f"{part.descriptions[0]}: its {what} has {found} values, the buffer was made for "
                     f"{what}_dim={wanted}"
+                )
+        for name, channels in self._parts[0].channels.items() if self._parts else ():
+            if part.channels[name] != channels:
+                raise DatasetError(
+                    f"{part.descriptions[0]}: the images of the camera {name} have {part.channels[name]} channels, "
+                    f"those that are loaded already have {channels}"
                 )
 
     def sample(self, batch_size: int, indices: NDArray[np.int64] | None = None) -> Transitions:

@@ -108,9 +108,13 @@ class Files:
             os.close(self._open.pop(number)[0])
 
     def check(self, number: int) -> None:
-        """Raise `DatasetError` if a file changed since it was added."""
-        with self.borrow(number) as descriptor:
-            self._identities[number].check(self.paths[number], descriptor)
+        """Look at a file by its name: what is open would stay as it is if another file took its place.
+
+        Raises:
+            DatasetError: If it changed or was replaced since it was added.
+            FileNotFoundError: If it was deleted.
+        """
+        self._identities[number].check(self.paths[number])
 
     @contextlib.contextmanager
     def hdf5(self, number: int) -> Iterator[h5py.File]:
@@ -163,23 +167,23 @@ class Files:
             self.close()
 
 
-_held: list[Files] = []
+_forking = threading.local()  # tables that a thread holds while it forks: two may do so at once
 
 
 def _before_fork() -> None:
     """Wait for reads by HDF5: a child that is born in the middle of one would find HDF5 locked for ever."""
-    _held.extend(_tables)
-    for table in _held:
+    _forking.held = list(_tables)
+    for table in _forking.held:
         table.hdf5_lock.acquire()
 
 
 def _after_fork_in_parent() -> None:
-    while _held:
-        _held.pop().hdf5_lock.release()
+    while _forking.held:
+        _forking.held.pop().hdf5_lock.release()
 
 
 def _after_fork_in_child() -> None:
-    _held.clear()
+    _forking.held.clear()
     for table in list(_tables):
         table.forget()
 

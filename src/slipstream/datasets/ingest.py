@@ -132,7 +132,7 @@ def ingest(
             if progress is not None:
                 progress(header.num_frames, header.num_frames)
             return Ingested(target, header.num_frames, 0, target.stat().st_size, raw_bytes)
-        with _naming(target):
+        with _naming(target, source):
             make_folder(target.parent)
             with _partial(target, anew=overwrite) as file:
                 writer = _Writer(file, header, target)
@@ -340,14 +340,14 @@ def _pwrite(file: BinaryIO, data: bytes, offset: int) -> None:
 
 
 @contextlib.contextmanager
-def _naming(target: Path) -> Iterator[None]:
+def _naming(target: Path, source: Path) -> Iterator[None]:
     """Turn an error of the operating system into one that says which file could not be written."""
     try:
         yield
     except SlipstreamError:
         raise
     except OSError as error:
-        if error.filename is not None and not str(error.filename).startswith(str(target.parent)):
+        if error.filename is not None and Path(error.filename).absolute() == source.absolute():
             raise
         kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else WriteError
         reason = f"cannot write {target}: {error.strerror or error}; ingesting again goes on where this stopped"

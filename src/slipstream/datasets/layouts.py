@@ -140,9 +140,9 @@ def _children(root: h5py.Group, above: str, prefix: str, *, required: bool = Tru
 
 
 def _holds_actions(root: h5py.File, name: str) -> bool:
-    if isinstance(root.get(name, getlink=True), h5py.ExternalLink):
+    if isinstance(root.get(name, getlink=True), h5py.ExternalLink) or root.get(name) is None:
         return False
-    group = root.get(name)
+    group = member(root, name)
     return isinstance(group, h5py.Group) and _first(group, ACTIONS) is not None
 
 
@@ -198,7 +198,8 @@ def _cameras(group: h5py.Group, base: str | None) -> dict[str, str]:
 def _check_links(group: h5py.Group) -> None:
     """Raise if a member is a link out of the file: what it may be, nobody knows."""
     for name in group:
-        if isinstance(group.get(name, getlink=True), h5py.ExternalLink):
+        link = group.get(name, getlink=True)
+        if isinstance(link, h5py.ExternalLink) or (isinstance(link, h5py.SoftLink) and group.get(name) is not None):
             member(group, name)
 
 

@@ -121,6 +121,9 @@ def member(group: h5py.Group, name: str) -> h5py.Group | h5py.Dataset | None:
         link = node.get(part, getlink=True)
         if link is None:
             return None
+        if isinstance(link, h5py.HardLink):  # which cannot lead out of the file, nor nowhere
+            node = node.get(part)
+            continue
         place = f"{node.file.filename}: {node.name.rstrip('/')}/{part}"
         if isinstance(link, h5py.ExternalLink):
             raise DatasetError(
@@ -129,8 +132,18 @@ def member(group: h5py.Group, name: str) -> h5py.Group | h5py.Dataset | None:
             )
         node = node.get(part)
         if node is None:
-            raise DatasetError(f"{place} is a link to {getattr(link, 'path', 'something')}, which is not there")
+            raise DatasetError(f"{place} is a link to {link.path}, which is not there")
+        if not _is_inside(node, group):
+            raise DatasetError(
+                f"{place} is a link to {link.path}, which leads to another file, {node.file.filename}, and only what "
+                "is in the file itself is read; copy it there"
+            )
     return node
+
+
+def _is_inside(node: Any, group: h5py.Group) -> bool:
+    """Tell whether an object is in the same file as a group: a soft link may lead to an external one."""
+    return bool(h5py.h5o.get_info(node.id).fileno == h5py.h5o.get_info(group.id).fileno)
 
 
 def dataset(group: h5py.Group, name: str) -> h5py.Dataset:
@@ -149,12 +162,22 @@ def dataset(group: h5py.Group, name: str) -> h5py.Dataset:
     raise MissingEntryError(f"{group.file.filename}: {where}/{name.strip('/')} {what}; {listing(group)}")
 
 
-def check_inside(data: h5py.Dataset) -> None:
-    """Raise if the values of a dataset are in other files than its own."""
+def _is_own(data: h5py.Dataset, source: Any, depth: int) -> bool:
+    """Tell whether a part of a virtual dataset is in its own file, by a name that can be looked at."""
+    if source.file_name != "." or "%" in source.dset_name or not depth:
+        return False
+    found = member(data.file["/"], source.dset_name)
+    if isinstance(found, h5py.Dataset):
+        check_inside(found, depth - 1)
+    return True
+
+
+def check_inside(data: h5py.Dataset, depth: int = 4) -> None:
+    """Raise if the values of a dataset are in other files than its own; virtual ones may be nested `depth` times."""
     plist = data.id.get_create_plist()
     others = [str(plist.get_external(number)[0]) for number in range(plist.get_external_count())]
     if plist.get_layout() == h5py.h5d.VIRTUAL:
-        others += [source.file_name for source in data.virtual_sources() if source.file_name != "."]
+        others += [source.file_name for source in data.virtual_sources() if not _is_own(data, source, depth)]
     if others:
         raise DatasetError(
             f"{data.file.filename}: the values of {data.name} are in another file, {others[0]}, and only what is in "
@@ -172,6 +195,8 @@ def leaves(group: h5py.Group, depth: int = 6) -> dict[str, h5py.Dataset]:
             if isinstance(node.get(name, getlink=True), h5py.ExternalLink):
                 continue
             child = node.get(name)
+            if child is not None and not _is_inside(child, group):
+                continue
             if isinstance(child, h5py.Dataset):
                 found[above + name] = child
             elif isinstance(child, h5py.Group) and left and child.id.__hash__() not in seen:

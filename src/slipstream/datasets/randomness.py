@@ -48,7 +48,7 @@ class Randomness:
 
     def generator(self) -> Generator:
         """Return the generator of this process."""
-        place = tuple(getattr(multiprocessing.current_process(), "_identity", ()))
+        place = _place()
         owner = (os.getpid(), place)
         if self._generator is None or self._owner != owner:
             # A plain fork has its parent's place: then only the process id can tell the two apart.
@@ -57,6 +57,12 @@ class Randomness:
             self._generator = default_rng(SeedSequence(self.seed, spawn_key=key))
             self._owner = owner
         return self._generator
+
+    def _begin_in_child(self) -> None:
+        """Make a new lock: the old one may be held by a thread that is not here."""
+        self._start()
+        # Nothing was drawn yet: note whose child this is, or it would draw what its parent will.
+        self._owner = self._owner or (os.getppid(), _place())
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_lock"}
@@ -69,10 +75,14 @@ class Randomness:
 _streams: weakref.WeakSet[Randomness] = weakref.WeakSet()
 
 
+def _place() -> tuple[int, ...]:
+    """Return the place of this process among those that `multiprocessing` started."""
+    return tuple(getattr(multiprocessing.current_process(), "_identity", ()))
+
+
 def _after_fork_in_child() -> None:
-    """Make new locks: the old ones may be held by threads that are not here."""
     for stream in list(_streams):
-        stream._start()
+        stream._begin_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -71,6 +71,7 @@ class Recordings:
         terminal: ``[steps]``, whether a step reached a terminal state.
         starts: First step of each episode, and the number of steps at the end.
         transitions: Transitions of each episode, as many as steps or one less.
+        recorded: ``[observations]``, False where nothing was recorded after an episode and its last one is repeated.
         cameras: Where frames are.
         channels: Channels of each camera.
         sizes: Height and width of each camera's frames as stored, of each that occurs.
@@ -84,6 +85,9 @@ class Recordings:
         first = plans[0].description
         self.descriptions = list(dict.fromkeys(plan.description.path for plan in plans))
         steps, episodes = int(self.starts[-1]), len(lengths)
+        self.recorded: NDArray[np.bool_] = np.ones(steps + episodes, bool)
+        ends = self.starts[1:] + np.arange(episodes)
+        self.recorded[ends] = np.concatenate([plan.stretch.has_final()[: plan.num_episodes] for plan in plans])
         _check_fits(plans, steps * (4 * first.action_dim + 5) + (steps + episodes) * 4 * first.joint_dim)
         self.joint: NDArray[np.float32] = np.empty((steps + episodes, first.joint_dim), np.float32)
         self.action: NDArray[np.float32] = np.empty((steps, first.action_dim), np.float32)
@@ -158,7 +162,7 @@ class Recordings:
         for first in range(0, int(starts[-1]), _BLOCK_ROWS):
             rows = np.empty((min(_BLOCK_ROWS, int(starts[-1]) - first), target.shape[1]), np.float32)
             read_rows(data, first, rows)
-            _check_finite(plan, data, rows, first)
+            _check_finite(plan, data, rows, np.arange(first, first + len(rows)))
             steps = np.arange(first, first + len(rows))
             target[np.searchsorted(starts, steps, "right") - 1 + steps] = rows
         ends = starts[1:] + np.arange(len(lengths))
@@ -166,11 +170,11 @@ class Recordings:
         if after is not None:
             with np.errstate(over="ignore"):  # what is too large becomes infinite, and is reported
                 target[ends] = np.asarray(after[starts[1:] - 1]).reshape(len(ends), -1)
-            _check_finite(plan, after, target[ends])
+            _check_finite(plan, after, target[ends], starts[1:] - 1)
         elif final == "stream" and plan.num_episodes == len(plan.stretch.lengths):
             last = target[int(ends[-1]) :]
             read_rows(data, int(starts[-1]), last)
-            _check_finite(plan, data, last, int(starts[-1]))
+            _check_finite(plan, data, last, starts[-1:])
 
     def _index_frames(self, plan: Plan, episode: int, file: int, cache: Any) -> None:
         """Note where the frames of a stretch are."""
@@ -316,13 +320,17 @@ def _check_fits(plans: Sequence[Plan], nbytes: int) -> None:
         )
 
 
-def _check_finite(plan: Plan, data: h5py.Dataset, values: NDArray[Any], first: int = 0) -> None:
+def _check_finite(
+    plan: Plan, data: h5py.Dataset, values: NDArray[Any], numbers: NDArray[np.int64] | None = None
+) -> None:
+    """Raise unless all values are finite; `numbers` are those of their rows in the dataset."""
     for start in range(0, len(values), _BLOCK_ROWS):  # no mask of the size of everything
         good = np.isfinite(values[start : start + _BLOCK_ROWS])
         if not good.all():
             row = start + int(np.argmin(good.reshape(len(good), -1).all(1)))
             bad = np.asarray(values[row]).reshape(-1)
+            number = row if numbers is None else numbers[row]
             raise NonFiniteError(
-                f"{plan.description.path}: {data.name} is not finite in row {first + row}: "
+                f"{plan.description.path}: {data.name} is not finite in row {number}: "
                 f"{bad[~np.isfinite(bad)][0]} among {bad.size} values"
             )

@@ -60,8 +60,8 @@ def repack(
 
     Raises:
         ConfigurationError: If the compression is not known.
-        DatasetError: If the source has no images, or contradicts itself.
-        FileExistsError: If the target is there and may not be replaced.
+        DatasetError: If the source has no images, contradicts itself, or changes meanwhile; or if the target is there
+            and may not be replaced.
         WriteError: If it cannot be written; nothing is left behind then.
     """
     source, target = Path(source), Path(target)
@@ -75,7 +75,7 @@ def repack(
     if not images:
         raise DatasetError(f"{source}: has no images, so there is nothing to repack")
     options = _options(compression)
-    total, done = sum(one.num_rows for one in images.values()), 0
+    done = 0
     reader = FrameReader(Files())
     file = reader.files.add(description.path, description.identity)
     try:
@@ -85,12 +85,18 @@ def repack(
             os.fdopen(os.dup(raw.fileno()), "r+b") as both,  # HDF5 reads what it wrote
             h5py.File(both, "w", libver="v110") as copy,
         ):
-            _copy(root, copy, set(images))
-            for path, one in images.items():
-                for count in _write_images(copy, path, one, reader, file, options, root[path]):
+            objects = {root[path].id: one for path, one in images.items()}
+            total = sum(one.num_rows for one in objects.values())
+            places: dict[Any, str] = {}
+            more_names = list(_copy(root, copy, places, set(objects)))
+            for data, one in objects.items():
+                for count in _write_images(copy, places[data], one, reader, file, options, root[places[data]]):
                     done += count
                     if progress is not None:
                         progress(done, total)
+            for name, place in more_names:
+                copy[name] = copy[place]
+            description.identity.check(source)
     except SlipstreamError:
         raise
     except (OSError, RuntimeError) as error:  # HDF5 raises either, and knows no name of the file
@@ -126,8 +132,20 @@ def _options(compression: Compression) -> dict[str, Any]:
     return dict(hdf5plugin.LZ4() if compression == "lz4" else hdf5plugin.Zstd(clevel=3))
 
 
-def _copy(source: h5py.Group, target: h5py.Group, leave_out: set[str]) -> None:
-    """Copy groups, attributes and datasets, but for some; links out of the file stay links."""
+def _copy(
+    source: h5py.Group, target: h5py.Group, places: dict[Any, str], leave_out: set[Any]
+) -> Iterator[tuple[str, str]]:
+    """Copy groups, attributes and datasets, but for some; symbolic links, and those out of the file, stay links.
+
+    Yields the further names of objects that have several, and what each is a name of: they may lead in circles.
+
+    Args:
+        source: What to copy.
+        target: Where to.
+        places: Filled with the name of each object of the source, those that are left out too.
+        leave_out: Datasets that are not copied.
+    """
+    places[source.id] = target.name
     for name, value in source.attrs.items():
         target.attrs[name] = value
     for name in source:
@@ -136,9 +154,14 @@ def _copy(source: h5py.Group, target: h5py.Group, leave_out: set[str]) -> None:
             target[name] = link
             continue
         node = source[name]
+        here = f"{target.name.rstrip('/')}/{name}"
+        if node.id in places:
+            yield here, places[node.id]
+            continue
+        places[node.id] = here
         if isinstance(node, h5py.Group):
-            _copy(node, target.create_group(name, track_order=None), leave_out)
-        elif node.name.strip("/") not in leave_out:
+            yield from _copy(node, target.create_group(name, track_order=None), places, leave_out)
+        elif node.id not in leave_out:
             source.copy(node, target, name)
 
 
@@ -161,7 +184,7 @@ def _write_images(
     chunks = (1, *order) if options else None
     data = copy.create_dataset(path, (images.num_rows, *order), np.uint8, chunks=chunks, **options)
     data.attrs.update(old.attrs)
-    source = reader.add(DatasetSource(file, path, kind, images.offset))
+    source = reader.add(DatasetSource(file, path.strip("/"), kind, images.offset))
     step = max(1, _BATCH_BYTES // int(np.prod(shape)))
     for first in range(0, images.num_rows, step):
         rows = np.arange(first, min(first + step, images.num_rows))

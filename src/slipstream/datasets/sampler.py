@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -57,7 +58,10 @@ class AsyncSampler(Generic[Batch_co]):
         self._thread = threading.Thread(
             target=_fill, args=(self._queue, buffer, batch_size), name="slipstream-sampler", daemon=True
         )
-        self._finalizer = weakref.finalize(self, _end, self._queue, self._thread)
+        # Tells the thread to end, and does not wait for it: an object may be dropped by any thread, also by one that
+        # the batch being read needs.
+        weakref.finalize(self, _tell, self._queue, self._process).atexit = False
+        _running[self._thread] = self._queue
         self._thread.start()
 
     def get_batch(self, timeout_s: float | None = None) -> Batch_co:
@@ -79,7 +83,9 @@ class AsyncSampler(Generic[Batch_co]):
     def stop(self) -> None:
         """Stop reading and drop what is queued; waits for the batch that is being read. Twice is no error."""
         if os.getpid() == self._process:
-            self._finalizer()
+            _tell(self._queue, self._process)
+            if self._thread is not threading.current_thread():
+                self._thread.join()
 
     def __iter__(self) -> Iterator[Batch_co]:
         while True:
@@ -146,12 +152,30 @@ def _fill(queue: _Queue, buffer: Samples[Any], batch_size: int) -> None:
             queue.put(buffer.sample(batch_size))
     except BaseException as error:  # noqa: BLE001 - handed to whoever asks for a batch
         queue.fail(error)
+    finally:
+        _running.pop(threading.current_thread(), None)
 
 
-def _end(queue: _Queue, thread: threading.Thread) -> None:
+def _tell(queue: _Queue, process: int) -> None:
+    """Say that no more batches are wanted; in a forked process nobody is there to be told, and locks may be held."""
+    if os.getpid() != process:
+        return
     with queue.changed:
         queue.stopped = True
         queue.batches.clear()
         queue.changed.notify_all()
-    if thread is not threading.current_thread() and thread.ident is not None:
-        thread.join()
+
+
+_running: dict[threading.Thread, _Queue] = {}
+
+
+@atexit.register
+def _end_all() -> None:
+    """Wait for all threads before the interpreter takes away what they work with."""
+    for thread, queue in list(_running.items()):
+        _tell(queue, os.getpid())
+        if thread.ident is not None:
+            thread.join()
+
+
+os.register_at_fork(after_in_child=_running.clear)

@@ -15,7 +15,7 @@ from slipstream.datasets.filters import Filter
 from slipstream.datasets.layouts import Layout, find_layout, find_roles
 from slipstream.datasets.opening import check_numbers, dataset, member, opened
 from slipstream.datasets.storage import REPACK, FrameKind, frame_kind
-from slipstream.errors import DatasetError
+from slipstream.errors import DatasetError, NonFiniteError
 from slipstream.store.container import machine_bytes
 
 _BLOCK_ROWS = 1 << 16
@@ -33,6 +33,7 @@ def describe(path: str | os.PathLike[str], fields: Fields | None = None) -> Desc
         CorruptFileError: If it is no HDF5 file, or damaged.
         MissingEntryError: If something is not in it; lists what is.
         DatasetError: If its parts contradict each other, lie in other files, or have no values.
+        NonFiniteError: If a flag is NaN or infinite.
 
     Example:
         >>> import h5py, numpy
@@ -90,6 +91,8 @@ class _Reader:
         for path in (roles.reward, roles.terminal, roles.timeout):
             if path is not None:
                 self._check_column(self._numbers(group, path), steps)
+        for data, path in zip(joints, roles.next_joint, strict=False):
+            self._check_after(data, self._numbers(group, path), steps)
         cameras = {camera: self._images(group, path) for camera, path in roles.cameras.items()}
         after = {camera: self._images(group, path) for camera, path in roles.next_cameras.items()}
         observed = {dataset(group, path).name: dataset(group, path).shape[0] for path in roles.joint}
@@ -134,6 +137,22 @@ class _Reader:
                 f"as there are {steps} actions"
             )
 
+    def _check_after(self, data: h5py.Dataset, after: h5py.Dataset, steps: int) -> None:
+        if after.shape != (steps, *data.shape[1:]):
+            raise DatasetError(
+                f"{self.file}: {after.name} has shape {list(after.shape)}, expected {[steps, *data.shape[1:]]}"
+            )
+
+    def _flags(self, group: h5py.Group, path: str | None, steps: int) -> NDArray[np.bool_]:
+        if path is None:
+            return np.zeros(steps, bool)
+        data = dataset(group, path)
+        values = np.asarray(data[()]).reshape(-1)
+        wrong = np.flatnonzero(~np.isfinite(values))
+        if wrong.size:
+            raise NonFiniteError(f"{self.file}: {data.name} is not finite in row {wrong[0]}: {values[wrong[0]]}")
+        return np.asarray(values != 0)
+
     def _images(self, group: h5py.Group, path: str) -> Images:
         data = dataset(group, path)
         kind, offset = frame_kind(data, bgr=self.layout.bgr)
@@ -144,10 +163,7 @@ class _Reader:
         self, group: h5py.Group, steps: int, joints: Sequence[h5py.Dataset]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the lengths of the episodes of a group, and which of them were cut off."""
-        terminal, timeout = (
-            np.zeros(steps, bool) if path is None else np.asarray(dataset(group, path)[()]).reshape(-1) != 0
-            for path in (self.roles.terminal, self.roles.timeout)
-        )
+        terminal, timeout = (self._flags(group, path, steps) for path in (self.roles.terminal, self.roles.timeout))
         last = np.array([steps - 1])
         if self.layout.flags_split:
             breaks = self._broken_links(group, joints, steps)
@@ -161,11 +177,7 @@ class _Reader:
         """Tell after which steps the next observation is not the observation of the step that follows."""
         broken = np.zeros(steps - 1, bool)
         for data, path in zip(joints, self.roles.next_joint, strict=False):
-            after = self._numbers(group, path)
-            if after.shape != (steps, *data.shape[1:]):
-                raise DatasetError(
-                    f"{self.file}: {after.name} has shape {list(after.shape)}, expected {[steps, *data.shape[1:]]}"
-                )
+            after = dataset(group, path)
             if data.shape[0] < steps:
                 continue  # reported with the lengths of all
             for start in range(0, steps - 1, _BLOCK_ROWS):
@@ -180,13 +192,11 @@ class _Reader:
             found = ", ".join(f"{name} {count}" for name, count in observed.items())
             raise DatasetError(f"{self.file}: observations have different numbers of rows: {found}")
         rows = next(iter(observed.values()), steps)
-        if apart and rows >= steps:
-            return "next"
         kinds: dict[int, Final] = {steps: "none", steps + 1: "stream", steps + episodes: "own"}
         if rows not in kinds:
             name = next(iter(observed))
             raise self._wrong_rows(name, rows, steps)
-        return kinds[rows]
+        return "next" if apart else kinds[rows]
 
     def _wrong_rows(self, name: str, rows: int, steps: int) -> DatasetError:
         return DatasetError(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -157,8 +157,8 @@ class SequenceDataset(Dataset[Window]):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int | Sequence[int] | NDArray[np.int64] | torch.Tensor) -> Window:
-        if isinstance(index, (int, np.integer)):
-            return _pick(self._read(np.array([index])), 0)
+        if np.ndim(index) == 0:
+            return _pick(self._read(np.array([index], np.int64)), 0)
         return self._read(np.asarray(index, np.int64))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Window]:
@@ -230,8 +230,9 @@ class SequenceStream(IterableDataset[Window]):
     """Batches of windows of a `SequenceDataset`, each epoch in another order, shared among workers and machines.
 
     Every window comes once an epoch, in one process of all. Given the same seed, epoch, and numbers of workers and
-    processes, it gives the same batches. For `DataLoader(stream, batch_size=None, num_workers=...)`, or to be iterated
-    over as it is.
+    processes, it gives the same batches. Workers that live for one epoch only, as those of a `DataLoader` without
+    ``persistent_workers``, know of none before it: call `set_epoch` then, or every epoch has the order of the first.
+    For `DataLoader(stream, batch_size=None, num_workers=...)`, or to be iterated over as it is.
 
     Args:
         dataset: Where windows come from.
@@ -269,12 +270,19 @@ class SequenceStream(IterableDataset[Window]):
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.drop_last, self.rank, self.world_size = drop_last, rank, world_size
         self.epoch = 0
+        # How often an epoch was set, and which: in shared memory, so that workers that are there already see it.
+        self._told: torch.Tensor = cast("Any", torch.zeros(2, dtype=torch.int64)).share_memory_()
+        self._times_heard = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; without it they are counted."""
-        self.epoch = epoch
+        """Say which epoch comes next, to all workers; without it each process counts those that it has seen."""
+        self._told[1] = epoch
+        self._told[0] += 1
 
     def __iter__(self) -> Iterator[Window]:
+        times, told = self._told.tolist()
+        if times != self._times_heard:
+            self._times_heard, self.epoch = times, told
         epoch, self.epoch = self.epoch, self.epoch + 1
         count = len(self.dataset)
         order = np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else np.arange(count)

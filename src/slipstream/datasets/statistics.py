@@ -33,11 +33,18 @@ class Statistics:
         """Return those of no values."""
         return cls(0, np.zeros(width), np.zeros(width), np.full(width, np.inf), np.full(width, -np.inf))
 
-    def update(self, values: NDArray[Any]) -> Statistics:
-        """Return those of all values so far and more, ``[rows, width]``; memory is that of a block of rows."""
+    def update(self, values: NDArray[Any], count: NDArray[np.bool_] | None = None) -> Statistics:
+        """Return those of all values so far and more, ``[rows, width]``; memory is that of a block of rows.
+
+        Args:
+            values: The values.
+            count: Which rows count; all by default.
+        """
         result = self
         for start in range(0, len(values), _BLOCK_ROWS):
-            result = result._with(values[start : start + _BLOCK_ROWS].astype(np.float64))
+            block = values[start : start + _BLOCK_ROWS]
+            block = block if count is None else block[count[start : start + _BLOCK_ROWS]]
+            result = result._with(block.astype(np.float64)) if len(block) else result
         return result
 
     def _with(self, block: NDArray[np.float64]) -> Statistics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.errors import ConfigurationError, ReplayError
+from slipstream.errors import ConfigurationError, ReplayError, StateMismatchError
 from slipstream.replay.episode_state import RestoredEpisodes
 from slipstream.replay.episodes import Batch, EpisodeStore
 
@@ -58,7 +59,10 @@ class DictReplayBuffer:
             raise ConfigurationError(f"keys are {keys!r}, expected different names, one at least")
         self.keys = tuple(keys)
         self.device = torch.device(device)
-        self.store = EpisodeStore(max_size, max_bytes, jpeg=jpeg, pack_images=img_compressed, seed=seed)
+        self._new_store = functools.partial(
+            EpisodeStore, max_size, max_bytes, jpeg=jpeg, pack_images=img_compressed, seed=seed
+        )
+        self.store = self._new_store()
 
     def add(self, episode_data: Mapping[str, Any]) -> int:
         """Add a whole episode; returns its number. Blocks while it is packed.
@@ -109,16 +113,34 @@ class DictReplayBuffer:
         self.store.save(folder)
 
     def restore(self, folder: str | os.PathLike[str]) -> RestoredEpisodes:
-        """Become what was saved in a folder; see `EpisodeStore.restore`."""
-        return self.store.restore(folder)
+        """Become what was saved in a folder; see `EpisodeStore.restore`.
+
+        Raises:
+            StateMismatchError: If its episodes have other keys; the buffer stays as it was.
+        """
+        store = self._new_store()
+        restored = store.restore(folder)
+        self._become(store, str(folder))
+        return restored
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as tensors and plain values; see `EpisodeStore.state_dict`."""
         return self.store.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Become what `state_dict` was taken of; see `EpisodeStore.load_state_dict`."""
-        self.store.load_state_dict(state_dict)
+        """Become what `state_dict` was taken of; see `EpisodeStore.load_state_dict`.
+
+        Raises:
+            StateMismatchError: If its episodes have other keys; the buffer stays as it was.
+        """
+        store = self._new_store()
+        store.load_state_dict(state_dict)
+        self._become(store, "the state")
+
+    def _become(self, store: EpisodeStore, source: str) -> None:
+        if store.names and set(store.names) != set(self.keys):
+            raise StateMismatchError(f"{source} has episodes of {sorted(store.names)}, expected {sorted(self.keys)}")
+        self.store = store
 
     def _tensors(self, batch: Batch) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for name, array in batch.items()}

@@ -98,7 +98,7 @@ def load_episode_state(store: EpisodeStore, state: Mapping[str, Any]) -> None:
         _become(store, plain, arrays, layout, log, lengths)
     except StateMismatchError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except files.MALFORMED as error:
         raise StateMismatchError(f"the state is not that of an episode store ({error})") from error
 
 
@@ -123,12 +123,14 @@ def _become(
         tails[stream].append({name: np.array(arrays[f"tail/{number}/{place}"]) for place, name in enumerate(names)})
     generator = copy.deepcopy(store.generator)
     generator.bit_generator.state = _generator_state(plain["generator"])
+    counts = {name: int(plain["counts"][name]) for name in store._counts}
     steps, frames = PrefixSum(), PrefixSum()
     steps.extend(lengths - 1)
     frames.extend(lengths)
     store.generator = generator
     store._layout, store._log, store._steps, store._frames, store._tails = layout, log, steps, frames, tails
-    store._counts = {name: int(plain["counts"][name]) for name in store._counts}
+    store._counts = counts
+    store._saved = {}
     store._evict()
 
 
@@ -140,8 +142,9 @@ def save_episodes(store: EpisodeStore, path: Path) -> None:
         with store._lock:
             plain, arrays = head_of(store)
             log, lengths = copy.copy(store._log), store._frames.lengths
+            folders = store._saved  # of this log: another one brings its own
         key = str(folder.absolute())
-        saved = store._saved.get(key, [])
+        saved = folders.get(key, [])
         parts = files.choose_parts(saved if files.still_there(folder, saved) else [], log)
         start = max(parts[-1].stop if parts else log.first, log.first)
         if log.end > start:
@@ -155,13 +158,21 @@ def save_episodes(store: EpisodeStore, path: Path) -> None:
             writer.set("parts", files.parts_to_json(parts))
             for name, array in arrays.items():
                 writer.add(name, array)
-        store._saved[key] = parts
+        folders[key] = parts
         files.delete_others(folder, parts)
 
 
 def restore_episodes(store: EpisodeStore, path: Path) -> RestoredEpisodes:
     """Read a folder; keeps the sound episodes and says which are lost."""
-    folder = Path(path)
+    try:
+        return _restore(store, Path(path))
+    except files.MALFORMED as error:
+        if isinstance(error, SlipstreamError):
+            raise
+        raise CorruptFileError(f"{path} is not as a writer writes it ({error})") from error
+
+
+def _restore(store: EpisodeStore, folder: Path) -> RestoredEpisodes:
     if not folder.is_dir():
         raise FileNotFoundError(2, "no folder of episodes", str(folder))
     try:
@@ -202,19 +213,22 @@ def _read_head(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]], l
         with Container(folder / files.HEAD) as container:
             if container.kind != "replay episodes":
                 raise CorruptFileError(f"it is a {container.kind!r}, expected 'replay episodes'")
-            plain, (first, end) = container.values["plain"], container.values["log"]
+            plain, (first, end) = container.values["plain"], map(int, container.values["log"])
             _check_version(plain)
             parts = files.parts_from_json(container.values["parts"])
             arrays = {name: container.read(name) for name in container.entries}
-    except (KeyError, TypeError, ValueError) as error:
+            fits = not parts or parts[0].start <= first <= end == parts[-1].stop
+            fits &= arrays["frames"].dtype == np.int64 and int(arrays["frames"].sum()) == end - first
+            int(plain["counts"]["episodes_added"])
+    except files.MALFORMED as error:
         if isinstance(error, StateMismatchError):
             raise
-        raise CorruptFileError(str(error)) from error
+        raise CorruptFileError(f"it is not as a writer writes it ({error})") from error
     except FileNotFoundError:
         if not files.find_parts(folder):
             raise
         raise CorruptFileError("it is missing") from None
-    if (parts and not parts[0].start <= first <= end == parts[-1].stop) or int(arrays["frames"].sum()) != end - first:
+    if not fits:
         raise CorruptFileError("it does not fit its parts")
     return plain, arrays, parts, first, end
 

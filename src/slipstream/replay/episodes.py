@@ -7,6 +7,7 @@ import operator
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,20 @@ from slipstream.replay.prefix_sum import PrefixSum
 from slipstream.replay.tail import Tail
 
 Batch = dict[str, NDArray[Any]]
-Found = tuple[NDArray[np.bool_], list[Located], list[Located], Batch]
-"""Which steps are packed, where their frames and those after are, and what the others are."""
 
 _TRIES = 8
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Steps that were found, with all that reading them takes, whatever becomes of the store meanwhile."""
+
+    layout: RowLayout
+    log: FrameLog
+    packed: NDArray[np.bool_]
+    now: list[Located]
+    after: list[Located]
+    raw: Batch  # those that are not packed
 
 
 class EpisodeStore:
@@ -134,17 +145,17 @@ class EpisodeStore:
         if len({len(array) for array in arrays.values()}) != 1 or not len(next(iter(arrays.values()))):
             raise ReplayError(f"rows of {_lengths(arrays)} were appended, expected as many of each, one at least")
         with self._lock:
+            stream = operator.index(stream)
             tail = self._tails.get(stream) or Tail()
-            self._check_rows(arrays, tail)
+            self._check_rows(arrays, next(iter(self._tails.values()), tail))
             count = len(next(iter(arrays.values())))
-            self._check_room(tail.length + count + 1, 0)
-            if self.max_bytes is not None:
-                extra = sum(array.nbytes for array in arrays.values())
-                open_bytes = sum(other.nbytes for other in self._tails.values()) + extra
-                if open_bytes > self.max_bytes:
-                    raise ReplayError(
-                        f"unfinished episodes of {open_bytes} bytes are larger than max_bytes={self.max_bytes} allows"
-                    )
+            others = [other for other in self._tails.values() if other is not tail]
+            open_frames = sum(other.length for other in others) + tail.length + count + 1
+            open_bytes = sum(other.nbytes for other in others) + tail.nbytes_with(arrays)
+            for limit, value, unit in (("max_frames", open_frames, "frames"), ("max_bytes", open_bytes, "bytes")):
+                most = getattr(self, limit)
+                if most is not None and value > most:
+                    raise ReplayError(f"unfinished episodes of {value} {unit} do not fit {limit}={most}")
             tail.append(arrays)
             self._tails[stream] = tail
             self._evict()
@@ -206,6 +217,13 @@ class EpisodeStore:
         """Return how many steps can be sampled."""
         with self._lock:
             return self._steps.total + sum(_open_steps(tail) for tail in self._tails.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arrays of an episode; none before there is one."""
+        with self._lock:
+            tail = next(iter(self._tails.values()), None)
+            return tuple(self._layout.fields if self._layout else tail.values() if tail else ())
 
     @property
     def num_episodes(self) -> int:
@@ -294,11 +312,11 @@ class EpisodeStore:
             raise ReplayError(f"{num_slices} slices of {length} steps were asked for, expected one or more of each")
         with self._lock:
             episode, start = self._draw_slices(num_slices, length, generator or self.generator)
-            first = self._first_frames()[episode] + start
+            first = self._first_frames(episode) + start
             frames = (first[:, None] + np.arange(length + 1)).reshape(-1)
-            layout, located = self._layout, self._locate_frames(frames)
+            layout, log, located = self._layout, self._log, self._locate_frames(frames)
         assert layout is not None  # noqa: S101 - there are episodes, so there are fields
-        rows = [self._log.fetch(part) for part in located]
+        rows = [log.fetch(part) for part in located]
         batch = {}
         for field in layout.fields.values():
             values = field.read(rows[field.column]).reshape(num_slices, length + 1, *field.shape)
@@ -316,11 +334,12 @@ class EpisodeStore:
             place = operator.index(position) + (count if position < 0 else 0)
             if not 0 <= place < count:
                 raise OutOfRangeError(f"episode {position} is out of range, there are {count}")
-            layout = self._layout
-            first, length = int(self._first_frames()[place]), int(self._frames.lengths[place])
+            layout, log = self._layout, self._log
+            here = np.array([place])
+            first, length = int(self._first_frames(here)[0]), int(self._frames.lengths_of(here)[0])
             located = self._locate_frames(np.arange(first, first + length))
         assert layout is not None  # noqa: S101 - there are episodes, so there are fields
-        rows = [self._log.fetch(part) for part in located]
+        rows = [log.fetch(part) for part in located]
         values = {field.name: field.read(rows[field.column]) for field in layout.fields.values()}
         return {name: array if layout.fields[name].of_frames else array[:-1] for name, array in values.items()}
 
@@ -472,14 +491,14 @@ class EpisodeStore:
             self._counts["episodes_evicted"] += 1
             self._log.drop_before(self._log.end - self._frames.total)
 
-    def _first_frames(self) -> NDArray[np.int64]:
-        return self._frames.starts + (self._log.end - self._frames.total)
+    def _first_frames(self, episodes: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._frames.starts_of(episodes) + (self._log.end - self._frames.total)
 
     def _frames_of(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the frames of steps: each finished episode before has one frame more than it has steps."""
         return index + self._steps.get_range_idx(index) + (self._log.end - self._frames.total)
 
-    def _locate(self, index: NDArray[np.int64]) -> Found:
+    def _locate(self, index: NDArray[np.int64]) -> _Found:
         total = len(self)
         if index.size and not (int(index.min()) >= 0 and int(index.max()) < total):
             raise OutOfRangeError(f"indices {int(index.min())} to {int(index.max())}, there are {total} steps")
@@ -487,7 +506,10 @@ class EpisodeStore:
         frames = self._frames_of(index[packed])
         now, after = self._locate_frames(frames), self._locate_frames(frames + 1)
         raw = self._take_open(index[~packed] - self._steps.total) if not packed.all() else {}
-        return packed, now, after, raw
+        layout = self._layout
+        if layout is None:  # there is nothing but first episodes that are not finished, if anything
+            layout = self._plan(next(iter(self._tails.values())).values()) if self._tails else RowLayout([], [])
+        return _Found(layout, self._log, packed, now, after, raw)
 
     def _locate_frames(self, frames: NDArray[np.int64]) -> list[Located]:
         return [self._log.locate(column, frames) for column in range(len(self._log.packers))]
@@ -513,14 +535,11 @@ class EpisodeStore:
                     raw[f"next_{name}"][mine] = array[rows[mine] + 1]
         return raw
 
-    def _fetch(self, found: Found, out: Batch | None) -> Batch:
-        packed, now, after, raw = found
-        layout = self._layout
-        if layout is None:  # nothing but the first episode, which is not finished
-            return raw
+    def _fetch(self, found: _Found, out: Batch | None) -> Batch:
+        layout, log, packed = found.layout, found.log, found.packed
         whole = bool(packed.all())
         batch = _outputs(layout, len(packed), out)
-        for column, parts in enumerate(zip(now, after, strict=True)):
+        for column, parts in enumerate(zip(found.now, found.after, strict=True)):
             fields = [field for field in layout.fields.values() if field.column == column]
             for prefix, located in zip(("", "next_"), parts, strict=True):
                 wanted = [field for field in fields if field.of_frames or not prefix]
@@ -528,13 +547,13 @@ class EpisodeStore:
                     continue
                 target = batch[prefix + wanted[0].name]
                 if column != VECTORS and whole:
-                    self._log.fetch(located, target.reshape(len(target), -1))
+                    log.fetch(located, target.reshape(len(target), -1))
                     continue
                 width = layout.frame_bytes if prefix and column == VECTORS else layout.packers[column].row_bytes
-                rows = self._log.fetch(located, np.empty((len(located.where.row), width), np.uint8))
+                rows = log.fetch(located, np.empty((len(located.where.row), width), np.uint8))
                 for field in wanted:
                     batch[prefix + field.name][slice(None) if whole else packed] = field.read(rows)
-        for name, values in raw.items():
+        for name, values in found.raw.items():
             batch[name][~packed] = values
         return batch
 
@@ -576,7 +595,10 @@ def _name(name: Any) -> str:
 
 
 def _array(name: str, values: Any) -> NDArray[Any]:
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ReplayError(f"{name!r} cannot be an array of numbers ({str(error).splitlines()[0]})") from error
     if array.dtype.kind not in "biufc":
         raise ReplayError(f"{name!r} is {array.dtype}, expected numbers")
     return array.astype(array.dtype.newbyteorder("<"), copy=False)

@@ -70,6 +70,12 @@ class Packing:
         for quality in self.jpeg.values() if isinstance(self.jpeg, Mapping) else (self.jpeg,):
             check_quality(quality)
 
+    def check_names(self, images: Sequence[str]) -> None:
+        """Raise `ReplayError` if the quality of something is told that is not among the images."""
+        unknown = sorted(set(self.jpeg) - set(images)) if isinstance(self.jpeg, Mapping) else []
+        if unknown:
+            raise ReplayError(f"jpeg names {unknown[0]!r}, which is not an image here; images are {sorted(images)}")
+
     def quality(self, name: str) -> int | None:
         """Return the JPEG quality for an image, or None."""
         return self.jpeg.get(name) if isinstance(self.jpeg, Mapping) else self.jpeg
@@ -101,7 +107,7 @@ class RowLayout:
 
         Raises:
             UnsupportedDtypeError: If elements are not plain numbers.
-            ReplayError: If an image cannot be a JPEG though that is asked for.
+            ReplayError: If an image cannot be a JPEG though that is asked for, or if what shall be one is no image.
         """
         fields: list[Field] = []
         packers: list[RowPacker] = [VectorRows(0)]
@@ -120,6 +126,7 @@ class RowLayout:
                 fields.append(Field(spec.name, dtype.str, spec.shape, spec.of_frames, VECTORS, used))
                 used += nbytes
         packers[VECTORS] = VectorRows(used)
+        packing.check_names([field.name for field in fields if field.column != VECTORS])
         order = {spec.name: number for number, spec in enumerate(specs)}
         return cls(sorted(fields, key=lambda field: order[field.name]), packers)
 

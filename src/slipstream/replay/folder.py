@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 HEAD = "head.slip"
 VERSION = 1
+MALFORMED = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError, MemoryError)
+"""What reading a file may raise whose checksums are right and whose content no writer writes."""
 _PART = re.compile(r"frames-(\d+)-(\d+)-[0-9a-f]{8}\.slip")
 _SMALL_BYTES = 1 << 20
 _MAX_SMALL = 64

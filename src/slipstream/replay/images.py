@@ -161,7 +161,10 @@ def decompress_image_seq(
 
 def _as_array(image: Any) -> NDArray[Any]:
     if isinstance(image, torch.Tensor):
-        return image.detach().cpu().numpy()
+        try:
+            return image.detach().cpu().numpy()
+        except (TypeError, RuntimeError) as error:
+            raise ReplayError(f"an image of {image.dtype} cannot be packed, expected whole or real numbers") from error
     if isinstance(image, np.ndarray):
         return image
     if hasattr(image, "getbands"):  # a PIL image, without importing PIL

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from slipstream.errors import CodecError, ConfigurationError, ReplayError
 
 _COLOURS = (1, 3)
+_MAX_SIDE = 65_500
 
 
 def _pillow() -> Any:
@@ -33,6 +34,8 @@ def channel_axis(shape: tuple[int, ...]) -> int | None:
     Raises:
         ReplayError: If JPEG cannot hold such an image.
     """
+    if max(shape, default=0) > _MAX_SIDE:
+        raise ReplayError(f"an image of shape {list(shape)} cannot be a JPEG, expected sides of {_MAX_SIDE} at most")
     if len(shape) == 2:
         return None
     if len(shape) == 3 and shape[2] in _COLOURS:
@@ -61,13 +64,14 @@ def decode_jpeg(payload: bytes | memoryview, shape: tuple[int, ...]) -> NDArray[
     axis = channel_axis(shape)
     colours = 1 if axis is None else shape[axis]
     plane = tuple(length for number, length in enumerate(shape) if number != axis)
+    pillow = _pillow()
     try:
-        with _pillow().open(io.BytesIO(payload), formats=["JPEG"]) as file:
+        with pillow.open(io.BytesIO(payload), formats=["JPEG"]) as file:
             found = (file.height, file.width, len(file.getbands()))
             if found != (*plane, colours):
                 raise CodecError(f"a JPEG holds {found}, expected {(*plane, colours)} (height, width, colours)")
             pixels = np.asarray(file).reshape(*plane, colours)
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         if isinstance(error, CodecError):
             raise
         raise CodecError(f"a JPEG is damaged ({error})") from error

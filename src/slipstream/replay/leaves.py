@@ -117,6 +117,10 @@ def plan_rows(leaves: Sequence[Leaf], packing: Packing) -> RowLayout:
         for leaf in leaves
         if leaf.kind in ("frame", "step")
     ]
+    if isinstance(packing.jpeg, Mapping):  # it names keys, a layout has fields
+        fields = {"/".join(leaf.key): leaf.field for leaf in leaves if leaf.kind in ("frame", "step")}
+        packing.check_names(list(fields))
+        packing = Packing({fields[key]: quality for key, quality in packing.jpeg.items()}, images=packing.images)
     return RowLayout.plan(specs, packing)
 
 

@@ -73,6 +73,11 @@ class PrefixSum:
         first = self._first + ranges
         return self._bounds[first + 1] - self._bounds[first]
 
+    def starts_of(self, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where some ranges start, by their numbers; the caller makes sure that they exist."""
+        starts: NDArray[np.int64] = self._bounds[self._first + ranges] - self._bounds[self._first]
+        return starts
+
     def add(self, length: int) -> int:
         """Append a range; returns how many had to go for it (0 or 1).
 

@@ -20,12 +20,13 @@ try:
 except ImportError as error:
     raise ImportError("PackedEpisodeStorage needs torchrl: pip install 'slipstream[train]'") from error
 
-from slipstream.errors import ConfigurationError, OutOfRangeError, ReplayError, UnsupportedStateError
+from slipstream.errors import ConfigurationError, OutOfRangeError, ReplayError, SlipstreamError, UnsupportedStateError
 from slipstream.replay.checkpointer import PackedCheckpointer
 from slipstream.replay.fields import VECTORS, Packing, RowLayout
 from slipstream.replay.folder import Part
 from slipstream.replay.frames import FrameLog, Located
 from slipstream.replay.leaves import (
+    NEXT,
     Block,
     Key,
     Leaf,
@@ -46,6 +47,7 @@ _BLOCK_STEPS = 64
 _BLOCK_ROWS = 16 << 10
 _ENOUGH_STEPS = 16
 _TAIL_BYTES = 8 << 20
+_FREED_PARTS = 64
 _IDS = (("collector", "traj_ids"), ("episode",))
 
 
@@ -117,7 +119,6 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         self._options: dict[str, Any] = {"cache_bytes": cache_bytes, "threads": threads}
         self._capacity = max_size
         self._lock, self._saving = threading.RLock(), threading.Lock()
-        self._saved: dict[str, list[Part]] = {}  # what each folder holds of this storage
         self._last_cursor = None
         self._forget()
 
@@ -132,6 +133,8 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         self._log = FrameLog([], **self._options)
         self._tail = Tail()
         self._tail_slots: list[NDArray[np.int64]] = []
+        self._saved: dict[str, list[Part]] = {}  # what each folder holds of the frames in this log
+        self._freed_end = 0  # where the log ended when what it holds in vain was looked for
         self._streams: tuple[int, ...] = ()
         self._newest = -1
 
@@ -167,14 +170,15 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
                 raise ReplayError(f"a batch of shape {list(batch)} was given to a storage with ndim={self.ndim}")
             if not math.prod(batch):
                 return
-            if not self.initialized:
+            known = self.initialized
+            if not known:
                 self._start(tensors, nodes, batch, bare=isinstance(data, torch.Tensor))
-            check_leaves(self._leaves, tensors, dims)
-            if not pointwise and tuple(batch[1:]) != self._streams:
-                raise ReplayError(f"a batch of {list(batch)} steps, before it was [time, {list(self._streams)}]")
-            slots = self._slots(cursor, len(batch) and batch[0])
-            if slots.shape != tuple(batch):
-                raise ReplayError(f"{list(slots.shape)} slots for {list(batch)} steps")
+            try:
+                slots = self._place(tensors, cursor, tuple(batch))
+            except SlipstreamError:
+                if not known:
+                    self._forget()
+                raise
             self._write(tensors, slots, in_order=set_cursor and not pointwise)
             if set_cursor:
                 self._set_last_cursor(cursor)
@@ -200,13 +204,26 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         self._runs = Runs(times, width)
         self.initialized = True
 
+    def _place(self, tensors: Mapping[Key, torch.Tensor], cursor: Any, batch: tuple[int, ...]) -> NDArray[np.int64]:
+        """Check a batch against what is held; returns its slots."""
+        check_leaves(self._leaves, tensors, len(batch))
+        if not isinstance(cursor, tuple) and batch[1:] != self._streams:
+            raise ReplayError(f"a batch of {list(batch)} steps, before it was [time, {list(self._streams)}]")
+        slots = self._slots(cursor, batch[0])
+        if slots.shape != batch:
+            raise ReplayError(f"{list(slots.shape)} slots for {list(batch)} steps")
+        return slots
+
     def _slots(self, cursor: Any, count: int) -> NDArray[np.int64]:
         """Return which slots a cursor means, numbered through ``[time, streams]``."""
         width = math.prod(self._streams)
         times = self.max_size // width
         if isinstance(cursor, tuple):
             parts = np.broadcast_arrays(*(np.asarray(_plain(part), np.int64) for part in cursor))
-            flat: NDArray[np.int64] = np.ravel_multi_index(parts, (times, *self._streams))
+            try:
+                flat: NDArray[np.int64] = np.ravel_multi_index(parts, (times, *self._streams))
+            except ValueError as error:
+                raise OutOfRangeError(f"slots {str(cursor)[:60]}, there are {[times, *self._streams]}") from error
             return flat.reshape(-1)
         if isinstance(cursor, slice):
             stop = times if cursor.stop is None and count == times else cursor.indices(max(count, times))[1]
@@ -226,10 +243,6 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
             slots, tensors = slots[-keep:], {key: tensor[-keep:] for key, tensor in tensors.items()}
         if self._tail.length and self._tail_slots[0].shape[1:] != slots.shape[1:]:
             self._pack_tail()
-        where = torch.from_numpy(slots.reshape(-1))
-        for key, column in self._columns.items():
-            column.flatten(0, len(self._streams))[where] = tensors[key].detach().cpu().flatten(0, dims - 1)
-        self._number(slots, tensors, in_order=in_order)
         block = {
             leaf.key: array_of(_streams_first(tensors[leaf.key], dims))
             for leaf in self._leaves
@@ -243,6 +256,10 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
             for first in range(0, len(slots), step):
                 part = slice(first, first + step)
                 self._pack({key: array[:, part] for key, array in block.items()}, slots[part])
+        where = torch.from_numpy(slots.reshape(-1))
+        for key, column in self._columns.items():
+            column.flatten(0, len(self._streams))[where] = tensors[key].detach().cpu().flatten(0, dims - 1)
+        self._number(slots, tensors, in_order=in_order)
 
     def _keep_raw(self, block: Block, slots: NDArray[np.int64]) -> None:
         start = self._tail.length * slots.shape[1]
@@ -290,9 +307,15 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
             flat[slots[~overwritten]] = frames[~overwritten]
 
     def _free(self) -> None:
-        """Drop frames that no slot needs any more; pack anew if writes out of order have left many of them."""
+        """Drop frames that no slot needs any more; pack anew if writes out of order have left many of them.
+
+        Looking for them takes a pass over all slots: only when enough frames came to pay for it.
+        """
         if self._layout is None or self._len < self.max_size:
             return
+        if self._log.end - self._freed_end <= self.max_size // _FREED_PARTS:
+            return
+        self._freed_end = self._log.end
         live = self._frame_of[self._frame_of >= 0]
         if not len(live):
             return
@@ -305,18 +328,21 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         self._tail_slots = []
         old, layout = self._log, self._layout
         assert layout is not None  # noqa: S101 - there are frames
-        self._log = FrameLog(layout.packers, **self._options)
+        log = FrameLog(layout.packers, **self._options)
         flat = self._frame_of.reshape(-1)
         used = np.flatnonzero(flat >= 0)
+        width = 2 if any(leaf.kind == NEXT for leaf in self._leaves) else 1  # without `next`, no frame after is read
         step = max(_BLOCK_STEPS, (32 << 20) // max(1, layout.row_bytes))
         new = np.empty(len(used), np.int64)
         for first in range(0, len(used), step):
             frames = flat[used[first : first + step]]
-            both = np.stack([frames, frames + 1], 1).reshape(-1)
-            rows = [old.fetch(old.locate(column, both)) for column in range(len(layout.packers))]
-            start = self._log.append(rows, np.full(len(frames), 2))
-            new[first : first + step] = start + 2 * np.arange(len(frames))
+            wanted = (frames[:, None] + np.arange(width)).reshape(-1)
+            rows = [old.fetch(old.locate(column, wanted)) for column in range(len(layout.packers))]
+            runs = np.full(len(frames), width) if width > 1 else np.array([len(frames)])
+            start = log.append(rows, runs)
+            new[first : first + step] = start + width * np.arange(len(frames))
         flat[used] = new
+        self._log, self._saved, self._freed_end = log, {}, log.end
 
     def _number(self, slots: NDArray[np.int64], tensors: Mapping[Key, torch.Tensor], *, in_order: bool) -> None:
         """Keep track of which slots follow each other in an episode."""
@@ -544,7 +570,7 @@ class _Reading:
         if not self._packed.all() and tail.length:
             rows = _TAIL - flat[~self._packed]
             for name, values in tail.values().items():
-                self._raw[name] = values.reshape(-1, *values.shape[2:])[rows]
+                self._raw[name] = values.reshape(values.shape[0] * values.shape[1], *values.shape[2:])[rows]
         self._lock = threading.Lock()
 
     def tensor(self, leaf: Leaf, device: torch.device) -> torch.Tensor:

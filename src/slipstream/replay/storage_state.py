@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.errors import CorruptFileError, StateMismatchError
+from slipstream.errors import CorruptFileError, SlipstreamError, StateMismatchError
 from slipstream.replay import folder as files
 from slipstream.replay.fields import RowLayout
 from slipstream.replay.frames import FrameLog
-from slipstream.replay.leaves import leaves_from_json, leaves_to_json
+from slipstream.replay.leaves import NEXT, leaves_from_json, leaves_to_json
 from slipstream.replay.log_state import load_log_state, log_state
 from slipstream.replay.runs import Runs
 from slipstream.replay.tail import Tail
@@ -126,22 +126,25 @@ def _become(
         slots = [np.array(arrays["tail_slots"], np.int64)] if "tail_slots" in arrays else []
         log = FrameLog([], **storage._options) if layout is None else make_log(layout)
         nodes = {tuple(key): tuple(map(int, extra)) for key, extra in plain["nodes"]}
-        length = int(plain["len"])
+        length, newest, bare = int(plain["len"]), int(plain["newest"]), bool(plain["bare"])
+        cursor = plain["last_cursor"]
         used = frame_of.reshape(times, width)[: -(-length // width)]
         if int(used.max(initial=-1)) >= max(log.end, 1) or (layout and ((used >= 0) & (used < log.first)).any()):
             raise CorruptFileError("slots point at frames that do not exist")
+        if not 0 <= length <= times * width:
+            raise CorruptFileError(f"{length} steps in {times * width} slots")
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, StateMismatchError):
             raise
         raise StateMismatchError(f"the state is not that of a packed storage ({error})") from error
     storage._forget()
     storage._leaves, storage._layout, storage._log, storage._nodes = leaves, layout, log, nodes
-    storage._streams, storage._bare = streams, bool(plain["bare"])
+    storage._streams, storage._bare = streams, bare
     storage._frame_of, storage._columns, storage._runs = frame_of, columns, runs
     storage._tail, storage._tail_slots = tail, slots
     storage.max_size, storage.initialized = times * width, True
-    storage._len, storage._newest = length, int(plain["newest"])
-    storage._set_last_cursor(plain["last_cursor"])
+    storage._len, storage._newest = length, newest
+    storage._set_last_cursor(cursor)
 
 
 def save_storage(storage: PackedEpisodeStorage, path: Path) -> None:
@@ -151,7 +154,8 @@ def save_storage(storage: PackedEpisodeStorage, path: Path) -> None:
     with storage._saving:
         with storage._lock:
             head, log = copy.deepcopy(head_of(storage)), copy.copy(storage._log)
-        saved = storage._saved.get(str(folder.absolute()), [])
+            folders = storage._saved  # of this log: another one brings its own
+        saved = folders.get(str(folder.absolute()), [])
         parts = files.choose_parts(saved if files.still_there(folder, saved) else [], log)
         start = max(parts[-1].stop if parts else log.first, log.first)
         if log.end > start:
@@ -162,7 +166,7 @@ def save_storage(storage: PackedEpisodeStorage, path: Path) -> None:
             writer.set("parts", files.parts_to_json(parts))
             for name, array in head["arrays"].items():
                 writer.add(name, array)
-        storage._saved[str(folder.absolute())] = parts
+        folders[str(folder.absolute())] = parts
         files.delete_others(folder, parts)
 
 
@@ -173,15 +177,20 @@ def load_storage(storage: PackedEpisodeStorage, path: Path) -> list[int]:
         CorruptFileError: If the head is damaged, or nothing is sound.
         StateMismatchError: If it is of a storage of another size.
     """
-    folder = Path(path)
+    try:
+        return _load(storage, Path(path))
+    except files.MALFORMED as error:
+        if isinstance(error, SlipstreamError):
+            raise
+        raise CorruptFileError(f"{path} is not as a writer writes it ({error})") from error
+
+
+def _load(storage: PackedEpisodeStorage, folder: Path) -> list[int]:
     with Container(folder / files.HEAD) as container:
         if container.kind != "replay storage":
             raise CorruptFileError(f"{folder / files.HEAD} is a {container.kind!r}, expected 'replay storage'")
-        try:
-            plain, (first, end) = dict(container.values["plain"]), map(int, container.values["frames"])
-            parts = files.parts_from_json(container.values["parts"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"{folder / files.HEAD} is not as a writer writes it ({error})") from error
+        plain, (first, end) = dict(container.values["plain"]), map(int, container.values["frames"])
+        parts = files.parts_from_json(container.values["parts"])
         arrays = {name: container.read(name) for name in container.entries}
     _check(storage, plain)
     lost: NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -196,21 +205,26 @@ def load_storage(storage: PackedEpisodeStorage, path: Path) -> list[int]:
         lost = loaded.lost
         return FrameLog.restore(layout.packers, loaded.columns, first, end, **storage._options)
 
-    _become(storage, plain, arrays, make_log)
-    storage._saved[str(folder.absolute())] = [] if lost.any() else parts
-    return _patch(storage, lost, parts[0].start if parts else 0) if lost.any() else []
+    with storage._lock:
+        _become(storage, plain, arrays, make_log)
+        storage._saved[str(folder.absolute())] = [] if lost.any() else parts
+        return _patch(storage, lost, parts[0].start if parts else 0) if lost.any() else []
 
 
 def _patch(storage: PackedEpisodeStorage, lost: NDArray[np.bool_], first: int) -> list[int]:
     """Let slots whose frames are lost hold what a sound slot holds, so that lengths and priorities still fit."""
-    bad_frame = np.append(lost, False)
+    storage._pack_tail()  # what stands in for others must have a frame
+    bad_frame = np.zeros(storage._log.end - first + 1, np.bool_)
+    bad_frame[: len(lost)] = lost
+    if any(leaf.kind == NEXT for leaf in storage._leaves):
+        bad_frame[:-1] |= bad_frame[1:]
     frames = storage._frame_of
     length = storage._len_along_dim0
     used = np.zeros(frames.shape, np.bool_)
     used[:length] = frames[:length] >= 0
     bad = np.zeros_like(used)
     place = frames[used] - first
-    bad[used] = bad_frame[place] | bad_frame[place + 1]
+    bad[used] = bad_frame[place]
     flat_bad, flat = bad.reshape(-1), frames.reshape(-1)
     sound = np.flatnonzero((flat != -1) & ~flat_bad)
     if not len(sound):

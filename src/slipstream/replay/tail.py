@@ -16,6 +16,7 @@ class Tail:
 
     def __init__(self) -> None:
         self.length = 0
+        self._room = 0
         self._arrays: dict[str, NDArray[Any]] = {}
 
     @property
@@ -23,18 +24,29 @@ class Tail:
         """The memory it takes, room to grow included."""
         return sum(array.nbytes for array in self._arrays.values())
 
+    def nbytes_with(self, values: Mapping[str, NDArray[Any]]) -> int:
+        """Return the memory that it would take once these rows are appended."""
+        count = len(next(iter(values.values())))
+        return sum(self._room_for(count) * (rows.nbytes // count) for rows in values.values())
+
     def append(self, values: Mapping[str, NDArray[Any]]) -> None:
         """Copy rows to the end; all arrays have as many, and the same dtypes and shapes as before."""
         count = len(next(iter(values.values())))
+        room = self._room_for(count)
         for name, rows in values.items():
             array = self._arrays.get(name)
-            if array is None or self.length + count > len(array):
-                room = np.zeros((max(_LEAST, 2 * (self.length + count)), *rows.shape[1:]), rows.dtype)
+            if array is None or room > len(array):
+                larger = np.zeros((room, *rows.shape[1:]), rows.dtype)
                 if array is not None:
-                    room[: self.length] = array[: self.length]
-                array = self._arrays[name] = room
+                    larger[: self.length] = array[: self.length]
+                array = self._arrays[name] = larger
             array[self.length : self.length + count] = rows
         self.length += count
+        self._room = room
+
+    def _room_for(self, count: int) -> int:
+        needed = self.length + count
+        return self._room if needed <= self._room else max(_LEAST, 2 * needed)
 
     def values(self) -> dict[str, NDArray[Any]]:
         """Return the rows there are, as views."""
@@ -42,5 +54,5 @@ class Tail:
 
     def clear(self) -> None:
         """Forget the rows and the memory."""
-        self.length = 0
+        self.length = self._room = 0
         self._arrays = {}

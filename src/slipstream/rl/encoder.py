@@ -128,12 +128,17 @@ class ImageJointEncoder(nn.Module):
             ConfigurationError: If images or joint positions are of another shape or dtype.
         """
         views = {"left": left, "right": right, "global": global_}
-        features = [tower(self._prepare(name, views[name])) for name, tower in self.towers().items()]
-        if joint.ndim != 2 or joint.shape[1] != self.joint_dim or len(joint) != len(left):
+        if joint.ndim != 2 or joint.shape[1] != self.joint_dim:
             raise ConfigurationError(
                 f"the joint positions have shape {list(joint.shape)}, expected [{len(left)}, {self.joint_dim}]"
             )
-        return cast("torch.Tensor", self.fusion(torch.cat([*features, self.joint(joint)], -1)))
+        if not joint.is_floating_point():
+            raise ConfigurationError(f"the joint positions are {joint.dtype}, expected floats")
+        if any(len(images) != len(joint) for images in views.values()):
+            counts = ", ".join(str(len(images)) for images in views.values())
+            raise ConfigurationError(f"there are {counts} images of the cameras and {len(joint)} joint positions")
+        features = [tower(self._prepare(name, views[name])) for name, tower in self.towers().items()]
+        return cast("torch.Tensor", self.fusion(torch.cat([*features, self.joint(joint.to(self.mean.dtype))], -1)))
 
     def towers(self) -> dict[str, ResNet18]:
         """Return the networks of the cameras by the camera's name."""
@@ -164,11 +169,10 @@ class ImageJointEncoder(nn.Module):
                 f"the images of the camera {name} have shape {list(images.shape)}, expected "
                 f"[batch, 3, {IMAGE_SIZE}, {IMAGE_SIZE}]; resize them where they are loaded, the encoder never does"
             )
-        if images.dtype == torch.uint8:
-            images = images.to(self.mean.dtype) / 255
-        elif not images.is_floating_point():
+        if images.dtype != torch.uint8 and not images.is_floating_point():
             raise ConfigurationError(f"the images of the camera {name} are {images.dtype}, expected uint8 or floats")
-        return (images - self.mean) / self.std
+        values = images.to(self.mean.dtype)
+        return ((values / 255 if images.dtype == torch.uint8 else values) - self.mean) / self.std
 
 
 def _shape(value: Any) -> str:
