@@ -15,6 +15,7 @@ Both store what does not shrink as it is, and both return every bit as it was.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from slipstream.codecs import parallel_map
+from slipstream.codecs import default_threads, parallel_map
 from slipstream.codecs.entropy import compress_zstd, decompress_zstd
 from slipstream.errors import CodecError
 
@@ -36,7 +37,9 @@ _SEGMENT_BYTES = 64 << 10
 _LEVEL = 1
 _HUFFMAN = 0
 _BLOCK_BYTES = 2 << 20
-_PARALLEL_BYTES = 4 << 20
+_CACHED_BYTES = 4 << 20
+_PARALLEL_IMAGE_BYTES = 64 << 10
+_LEAST_IMAGES = 32
 
 _contexts = threading.local()
 
@@ -181,14 +184,18 @@ class ImageRows:
         return [payload for block in blocks for payload in block]
 
     def gather(self, segments: Sequence[bytes], sizes: NDArray[np.int64], where: Where, out: Rows) -> None:
-        """Unpack images into the rows of `out`, on several threads."""
-        step = max(1, _BLOCK_BYTES // self.row_bytes)
+        """Unpack images into the rows of `out`, on several threads.
+
+        Lines are added up for many images at once: that takes a call a line however many there are, and while one
+        thread calls, the others wait for the interpreter. Hence few large parts, and no threads for small images.
+        """
+        threads = default_threads() if self.row_bytes >= _PARALLEL_IMAGE_BYTES else 1
+        step = max(_LEAST_IMAGES, -(-len(out) // threads) if threads > 1 else _CACHED_BYTES // self.row_bytes)
         wanted = where.segment.tolist()
 
         def run(first: int) -> None:
             self._fill([segments[number] for number in wanted[first : first + step]], out[first : first + step])
 
-        threads = None if out.nbytes >= _PARALLEL_BYTES else 1
         for _ in parallel_map(run, range(0, len(out), step), threads):
             pass
 
@@ -199,18 +206,16 @@ class ImageRows:
             for row, payload in zip(out, payloads, strict=True):
                 row[:] = decode_jpeg(payload, self.shape).reshape(-1)
             return
-        filtered = []
-        for number, payload in enumerate(payloads):
-            tag = payload[0] if payload else -1
-            if tag not in (0, _FRAME, _LINES, _FRAME | _LINES):
-                raise CodecError(f"a packed image starts with {tag}, which is not a way this release packs images")
-            out[number] = np.frombuffer(_untagged(tag, payload, self.row_bytes), np.uint8)
-            if tag & _LINES:
-                filtered.append(number)
+        tags = np.array([payload[0] if payload else 255 for payload in payloads], np.uint8)
+        if (tags > (_FRAME | _LINES)).any():
+            raise CodecError(f"a packed image starts with {tags.max()}, which is not a way this release packs images")
+        for row, tag, payload in zip(out, tags.tolist(), payloads, strict=True):
+            row[:] = np.frombuffer(_untagged(tag, memoryview(payload)[1:], self.row_bytes), np.uint8)
         lines = out.reshape(len(out), -1, self.line_bytes)
-        if len(filtered) == len(out):
+        filtered = (tags & _LINES) != 0
+        if filtered.all():
             _add_lines(lines)
-        elif filtered:
+        elif filtered.any():
             some = lines[filtered]
             _add_lines(some)
             lines[filtered] = some
@@ -240,8 +245,20 @@ def _subtract_lines(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _add_lines(images: NDArray[np.uint8]) -> None:
-    """Undo `_subtract_lines` in place, line by line for all images at once."""
-    for line in range(1, images.shape[1]):
+    """Undo `_subtract_lines` in place: within groups of lines first, then from group to group.
+
+    That is a call for a group and one for a line of a group, for all images at once; line by line it would be as much
+    work in many more calls, each of which waits for the interpreter.
+    """
+    count, lines, width = images.shape
+    size = max(1, math.isqrt(lines))
+    whole = lines - lines % size
+    groups = images[:, :whole].reshape(count, -1, size, width)
+    for line in range(1, size):
+        np.add(groups[:, :, line - 1], groups[:, :, line], out=groups[:, :, line])
+    for group in range(1, groups.shape[1]):
+        np.add(groups[:, group], groups[:, group - 1, -1:], out=groups[:, group])
+    for line in range(whole, lines):
         np.add(images[:, line - 1], images[:, line], out=images[:, line])
 
 
@@ -252,8 +269,7 @@ def _tagged(lines: int, pixels: NDArray[np.uint8], level: int) -> bytes:
     return bytes([lines]) + pixels.tobytes()
 
 
-def _untagged(tag: int, payload: bytes, size: int) -> bytes | memoryview:
-    body = memoryview(payload)[1:]
+def _untagged(tag: int, body: memoryview, size: int) -> bytes | memoryview:
     if tag & _FRAME:
         return decompress_zstd(body, size)
     if len(body) != size:
