@@ -8,8 +8,9 @@ The task is a batch of 256 random transitions of three cameras: 1,536 different 
 channels first, uint8. The files are made here: pictures with gradients, moving spots and sensor noise, in episodes of
 50 steps. They are in the page cache, so that what is measured is not the disk. Each contender runs in a process of its
 own; CPU milliseconds are those of all its threads, the least of a few repetitions. Anonymous memory is what a process
-allocated, file memory what it mapped. Floors are measured in the process of the contender, in turns with it. A peer
-that is not installed is left out.
+allocated, file memory what it mapped. Floors are measured in the process of the contender, in turns with it, and on as
+many threads: two that share a core take more CPU time for the same work than one. A peer that is not installed is left
+out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +40,7 @@ from numpy.typing import NDArray
 from page import machine, write_section
 
 from slipstream import MultimodalReplayBuffer, ingest
+from slipstream.codecs import default_threads
 
 PEERS = ("h5py", "opencv-python-headless", "hdf5plugin", "deflate", "torchrl", "cpprb", "robomimic", "minari")
 CAMERAS = ("left", "right", "global")
@@ -303,34 +306,46 @@ def cpprb(setting: Setting) -> Step:
     return lambda: buffer.sample(BATCH)
 
 
+def on_all_threads(work: Callable[[range], None]) -> Step:
+    """Share the frames of a batch between as many threads as there are cores."""
+    pool = ThreadPoolExecutor(default_threads())
+    parts = [range(first, 6 * BATCH, default_threads()) for first in range(default_threads())]
+    return lambda: list(pool.map(work, parts))
+
+
 def resize_floor() -> Step:
     """Only resize, from memory to memory: less than this is not to be had."""
     images = pictures(0, 0, 64)
-    out = np.empty((SIZE, SIZE, 3), np.uint8)
 
-    def resize() -> None:
-        for number in range(6 * BATCH):
+    def resize(numbers: range) -> None:
+        out = np.empty((SIZE, SIZE, 3), np.uint8)
+        for number in numbers:
             cv2.resize(images[number % 64], (SIZE, SIZE), dst=out, interpolation=cv2.INTER_LINEAR)
 
-    return resize
+    return on_all_threads(resize)
 
 
 def copy_floor() -> Step:
-    """Only copy a batch, from memory to memory, all at once."""
+    """Only copy a batch, from memory to memory, in one piece for each thread."""
     source, target = (np.ones((6 * BATCH, 3, SIZE, SIZE), np.uint8) for _ in range(2))
-    return lambda: np.copyto(target, source)
+
+    def copy(numbers: range) -> None:
+        part = slice(numbers.start * len(numbers), (numbers.start + 1) * len(numbers))
+        np.copyto(target[part], source[part])
+
+    return on_all_threads(copy)
 
 
 def gather_floor() -> Step:
     """Only copy the frames of a batch, one by one, from random places of memory."""
     source, target = (np.ones((n * BATCH, 3, SIZE, SIZE), np.uint8) for n in (10, 6))
-    generator = np.random.default_rng(0)
+    rows = np.random.default_rng(0).permutation(len(source)).tolist()
 
-    def gather() -> None:
-        for place, row in enumerate(generator.permutation(len(source))[: len(target)].tolist()):
-            target[place] = source[row]
+    def gather(numbers: range) -> None:
+        for place in numbers:
+            target[place] = source[rows[place]]
 
-    return gather
+    return on_all_threads(gather)
 
 
 def contenders(setting: Setting) -> dict[str, tuple[str, Callable[[], Step], list[Callable[[], Step]]]]:

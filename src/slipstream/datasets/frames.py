@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.codecs import parallel_map
+from slipstream.codecs import default_threads, parallel_map
 from slipstream.datasets.filters import decode_chunk
 from slipstream.datasets.handles import Files
 from slipstream.datasets.memory import scratch
@@ -40,7 +40,7 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_FRAMES = 16
+_LEAST_FRAMES, _MOST_FRAMES = 4, 256  # in a part of a batch, which one thread reads
 _ROW_BITS = 40
 
 Frame = NDArray[np.uint8]
@@ -98,17 +98,20 @@ class FrameReader:
             CorruptFileError: If a frame cannot be read or decoded.
             DatasetError: If a file changed since it was opened, or all are closed.
         """
+        count = threads or default_threads()
+        # Few large parts: at every end of one, threads wait for the interpreter, and for each other.
+        part = min(_MOST_FRAMES, max(_LEAST_FRAMES, -(-sum(len(one.rows) for one in requests) // (3 * count))))
         groups: list[tuple[Source, list[int], list[Frame]]] = []
         repeats: list[tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]] = []
         for request in requests:
             keys = request.sources << _ROW_BITS | request.rows
             unique, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
             places = np.arange(len(keys)) if request.places is None else request.places
-            groups.extend(self._groups(unique, places[first], request.out))
+            groups.extend(self._groups(unique, places[first], request.out, part))
             origin = first[inverse]
             repeated = np.flatnonzero(origin != np.arange(len(keys)))
             repeats.append((request.out, places[repeated], places[origin[repeated]]))
-        for _ in parallel_map(self._read_block, list(_blocks(groups)), threads):
+        for _ in parallel_map(self._read_block, list(_blocks(groups, part)), count):
             pass
         for out, to, origin in repeats:
             for target, source in zip(to.tolist(), origin.tolist(), strict=True):
@@ -117,9 +120,9 @@ class FrameReader:
             self.files.check(number)
 
     def _groups(
-        self, keys: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[np.uint8]
+        self, keys: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[np.uint8], part: int
     ) -> Iterator[tuple[Source, list[int], list[Frame]]]:
-        """Put frames together that are decoded together."""
+        """Put frames together that are decoded together, and otherwise as many as make a part."""
         mask = (1 << _ROW_BITS) - 1
         last = (-1, -2)
         rows: list[int] = []
@@ -128,7 +131,7 @@ class FrameReader:
             number, row = key >> _ROW_BITS, key & mask
             together = self.sources[number].rows_together
             home = (number, row // together if together else -1)
-            if home != last or (not together and len(rows) == _BLOCK_FRAMES):
+            if home != last or (not together and len(rows) == part):
                 last, rows, targets = home, [], []
                 yield self.sources[number], rows, targets
             rows.append(row)
@@ -139,14 +142,14 @@ class FrameReader:
             source.read(self.files, rows, targets)
 
 
-def _blocks(groups: Sequence[Any]) -> Iterator[list[Any]]:
+def _blocks(groups: Sequence[Any], part: int) -> Iterator[list[Any]]:
     """Cut work into parts that are worth the while of a thread."""
     block: list[Any] = []
     frames = 0
     for group in groups:
         block.append(group)
         frames += len(group[1])
-        if frames >= _BLOCK_FRAMES:
+        if frames >= part:
             yield block
             block, frames = [], 0
     if block:
