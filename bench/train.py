@@ -1,7 +1,7 @@
 """How fast the embedded simulator and the trainer are, and what the data plane costs them.
 
-    python bench/train.py                              # print the tables, about 12 minutes
-    python bench/train.py --quick                      # a minute, for a look
+    python bench/train.py                              # print the tables, about 9 minutes
+    python bench/train.py --quick                      # two minutes, for a look
     python bench/train.py --write docs/benchmarks.md   # and put them into the page
 
 Three questions. *Simulator*: steps of all environments together per CPU second, with exact rays, every drone in the

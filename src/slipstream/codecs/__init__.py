@@ -18,7 +18,7 @@ from slipstream.codecs.auto import Auto
 from slipstream.codecs.base import Buffer, Codec, part_shape
 from slipstream.codecs.difference import Difference
 from slipstream.codecs.lz4 import Lz4, compress_frames, decompress_frames
-from slipstream.codecs.parallel import background_threads, default_threads, parallel_map
+from slipstream.codecs.parallel import background_threads, default_threads, parallel_map, usable_cores
 from slipstream.codecs.plain import Raw, Zstd
 from slipstream.codecs.planes import Planes
 from slipstream.codecs.timewise import Timewise
@@ -42,6 +42,7 @@ __all__ = [
     "default_threads",
     "parallel_map",
     "part_shape",
+    "usable_cores",
 ]
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Raw, Zstd, Lz4, Planes, Timewise, Difference, Auto)}

@@ -276,6 +276,7 @@ class SequenceStream(IterableDataset[Window]):
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next, to all workers; without it each process counts those that it has seen."""
+        self.epoch = epoch
         self._told[1] = epoch
         self._told[0] += 1
 

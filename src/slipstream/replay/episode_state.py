@@ -164,12 +164,8 @@ def save_episodes(store: EpisodeStore, path: Path) -> None:
 
 def restore_episodes(store: EpisodeStore, path: Path) -> RestoredEpisodes:
     """Read a folder; keeps the sound episodes and says which are lost."""
-    try:
+    with files.reading(path):
         return _restore(store, Path(path))
-    except files.MALFORMED as error:
-        if isinstance(error, SlipstreamError):
-            raise
-        raise CorruptFileError(f"{path} is not as a writer writes it ({error})") from error
 
 
 def _restore(store: EpisodeStore, folder: Path) -> RestoredEpisodes:

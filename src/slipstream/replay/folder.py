@@ -7,11 +7,12 @@ layout is in ``docs/formats/replay.md``.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,17 @@ class Loaded:
 
     columns: list[PackedColumn]
     lost: NDArray[np.bool_]
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Turn what content that no writer writes may raise into an error that names the folder."""
+    try:
+        yield
+    except MALFORMED as error:
+        if isinstance(error, SlipstreamError):
+            raise
+        raise CorruptFileError(f"{folder} is not as a writer writes it ({error})") from error
 
 
 def write_part(folder: Path, log: FrameLog, start: int, stop: int, values: dict[str, Any]) -> Part:

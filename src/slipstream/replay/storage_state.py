@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.errors import CorruptFileError, SlipstreamError, StateMismatchError
+from slipstream.errors import CorruptFileError, StateMismatchError
 from slipstream.replay import folder as files
 from slipstream.replay.fields import RowLayout
 from slipstream.replay.frames import FrameLog
@@ -177,12 +177,8 @@ def load_storage(storage: PackedEpisodeStorage, path: Path) -> list[int]:
         CorruptFileError: If the head is damaged, or nothing is sound.
         StateMismatchError: If it is of a storage of another size.
     """
-    try:
+    with files.reading(path):
         return _load(storage, Path(path))
-    except files.MALFORMED as error:
-        if isinstance(error, SlipstreamError):
-            raise
-        raise CorruptFileError(f"{path} is not as a writer writes it ({error})") from error
 
 
 def _load(storage: PackedEpisodeStorage, folder: Path) -> list[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from slipstream.codecs import usable_cores
 from slipstream.errors import ConfigurationError
 from slipstream.train.folder import RunFolder, find_run
 from slipstream.train.loggers import new_run_id
@@ -39,7 +40,7 @@ def prepare_process(num_threads: int = 0) -> list[str]:
     Args:
         num_threads: How many threads torch computes with; 0: one for each core that this process may use.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     threads = num_threads or cores
     torch.set_num_threads(threads)
     said = [f"{threads} threads on {cores} cores"]
