@@ -3,7 +3,7 @@
     python bench/replay.py                              # print the tables
     python bench/replay.py --quick                      # few steps, few batches
     python bench/replay.py --write docs/benchmarks.md   # and put them into the page, between its markers
-    python bench/replay.py --steps 1000000 --stacks 100000 --frames 100000   # as large as memory allows
+    python bench/replay.py --frames 60000               # as many colour frames as 24 GB hold raw
 
 LiDAR steps are those of the embedded simulator (1024 drones, a policy that wanders), repeated until there are enough;
 images are textured scenes that move, with sensor noise of two grey levels: stacks of four grey frames of 84 x 84, and
@@ -194,8 +194,8 @@ def compressed_list(workload: Workload, limit: int) -> tuple[int, float, Sample,
     return total, time.process_time() - start, lambda: buffer.sample().contiguous(), buffer
 
 
-def cpprb_buffer(workload: Workload, limit: int) -> tuple[int, float, Sample, Any]:
-    """Fill a cpprb buffer that shares observations with their next ones."""
+def cpprb_buffer(workload: Workload, limit: int, *, stacks: bool = False) -> tuple[int, float, Sample, Any]:
+    """Fill a cpprb buffer that shares observations with their next ones, and frames of stacks, which it wants last."""
     import cpprb  # noqa: PLC0415 - a peer that may be absent
 
     def arrays(chunk: TensorDict) -> dict[str, NDArray[Any]]:
@@ -204,7 +204,10 @@ def cpprb_buffer(workload: Workload, limit: int) -> tuple[int, float, Sample, An
             ".".join(key) if isinstance(key, tuple) else key: key
             for key in flat.keys(include_nested=True, leaves_only=True)
         }
-        return {name.replace("next.", "next_"): flat[key].numpy() for name, key in names.items()}
+        found = {name.replace("next.", "next_"): flat[key].numpy() for name, key in names.items()}
+        for name in ("pixels", "next_pixels") if stacks else ():
+            found[name] = np.ascontiguousarray(np.moveaxis(found[name], 1, -1))
+        return found
 
     given = list(filling(workload, limit))
     first = arrays(given[0])
@@ -215,7 +218,8 @@ def cpprb_buffer(workload: Workload, limit: int) -> tuple[int, float, Sample, An
         if name.removeprefix("next_") not in shared or name in shared
     }
     total = sum(chunk.numel() for chunk in given)
-    buffer = cpprb.ReplayBuffer(total, described, next_of=tuple(shared))
+    shares = {"stack_compress": ("pixels",)} if stacks else {}
+    buffer = cpprb.ReplayBuffer(total, described, next_of=tuple(shared), **shares)
     spent = 0.0
     streams = given[0].shape[0] if given[0].ndim == 2 else 1
     for chunk in given:
@@ -228,9 +232,9 @@ def cpprb_buffer(workload: Workload, limit: int) -> tuple[int, float, Sample, An
     return total, spent, lambda: buffer.sample(BATCH), buffer
 
 
-def packed(size: int, ndim: int) -> PackedEpisodeStorage:
+def packed(size: int, ndim: int, **options: Any) -> PackedEpisodeStorage:
     """Make ours."""
-    return PackedEpisodeStorage(size, ndim=ndim)
+    return PackedEpisodeStorage(size, ndim=ndim, **options)
 
 
 def memmap(size: int, ndim: int) -> LazyMemmapStorage:
@@ -240,11 +244,14 @@ def memmap(size: int, ndim: int) -> LazyMemmapStorage:
 
 CONTENDERS: dict[str, tuple[Callable[..., tuple[int, float, Sample, Any]], float]] = {
     "slipstream PackedEpisodeStorage": (torchrl_buffer(packed, axes=True), 1.0),
+    "slipstream, pack_images=False": (torchrl_buffer(functools.partial(packed, pack_images=False), axes=True), 1.0),
     "LazyTensorStorage": (torchrl_buffer(lambda n, d: LazyTensorStorage(n, ndim=d), axes=True), 1.0),
     "LazyMemmapStorage (pages of files)": (torchrl_buffer(memmap, axes=True), 0.5),
     "CompressedListStorage": (compressed_list, 0.01),
     "cpprb, next shared": (cpprb_buffer, 1.0),
+    "cpprb, next and frames shared": (functools.partial(cpprb_buffer, stacks=True), 1.0),
 }
+STACKS_ONLY = ("slipstream, pack_images=False", "cpprb, next and frames shared")
 
 
 # Measuring
@@ -309,6 +316,8 @@ def table(title: str, workload: Workload, raw: int, left_out: list[str]) -> str:
     rows = {}
     context = multiprocessing.get_context("spawn")
     for name in CONTENDERS:
+        if name in STACKS_ONLY and workload.name != "stacks":
+            continue
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=measure, args=(name, workload, sender))
         process.start()
@@ -389,13 +398,13 @@ def run(steps: int, stacks: int, frames: int, batches: int) -> str:
             ("frames", frames, "Noisy camera, colour frames of 224 x 224"),
         ):
             path = image_chunks(folder, kind, min(20, -(-count // 100)))
-            workload = Workload(kind, path, count, max(5, batches // 8))
+            workload = Workload(kind, path, count, max(5, batches // 4))
             parts.append(table(title, workload, _step_bytes(workload), left_out))
     bits = noise_bits()
     parts.append(
         f"The noise alone has {bits:.2f} bits a pixel, so that no lossless codec packs these frames more than "
         f"{8 / bits:.2f} times, or a buffer that keeps each frame once more than {16 / bits:.1f} times as small as one "
-        "that keeps each twice. (In stacks, three of four frames repeat those of the step before; that is not used.)"
+        f"that keeps each twice, or {64 / bits:.0f} times in stacks of four, which hold each frame eight times."
     )
     if left_out:
         parts.append(f"Left out: {', '.join(sorted(set(left_out)))}.")
@@ -412,8 +421,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps, few batches")
     parser.add_argument("--steps", type=int, default=1_000_000, help="LiDAR steps")
-    parser.add_argument("--stacks", type=int, default=20_000, help="stacks of 84 x 84 frames")
-    parser.add_argument("--frames", type=int, default=4_000, help="frames of 224 x 224")
+    parser.add_argument("--stacks", type=int, default=100_000, help="stacks of 84 x 84 frames")
+    parser.add_argument("--frames", type=int, default=20_000, help="frames of 224 x 224")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the report into a page, between its markers")
     arguments = parser.parse_args()
     sizes = (65_536, 2_000, 600, 20) if arguments.quick else (arguments.steps, arguments.stacks, arguments.frames, 100)

@@ -90,8 +90,7 @@ def test_many_rows_are_decoded_on_several_threads_just_the_same():
 @pytest.mark.parametrize("packer", [VectorRows(100), ImageRows(100, 10)])
 def test_a_damaged_segment_is_an_error_or_at_least_not_a_crash(packer):
     rows = rows_like("slow", 16, 100, 0)
-    sizes = split_evenly(np.array([16]), packer.segment_rows)
-    payloads = packer.pack(rows, sizes, 1)
+    sizes, payloads = packer.pack(rows, np.array([16]), 1)
     for damage in (b"", payloads[0][:-1], b"\xff" + payloads[0][1:], payloads[0] + b"x"):
         log = FrameLog([packer], cache_bytes=0)
         log.append_packed([(sizes, [damage, *payloads[1:]])], 16)

@@ -11,6 +11,7 @@ literals they replace: there the frame is made with match finding all but switch
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,16 +71,45 @@ def decompress_zstd(frame: memoryview, size: int) -> bytes:
         raise CodecError(f"zstd frame header is damaged ({error})") from error
     if claimed != size:
         raise CodecError(f"zstd frame claims {claimed} bytes of content, expected {size}")
-    context: zstandard.ZstdDecompressor | None = _contexts.__dict__.get("decompressor")
-    if context is None:
-        context = _contexts.decompressor = zstandard.ZstdDecompressor()
     try:
-        content = context.decompress(frame, max_output_size=size, allow_extra_data=False)
+        content = _decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CodecError(f"zstd frame is damaged ({error})") from error
     if len(content) != size:
         raise CodecError(f"zstd frame holds {len(content)} bytes, expected {size}")
     return content
+
+
+def decompress_into(out: memoryview, frames: Sequence[bytes | memoryview], size: int, *, skip: int = 0) -> None:
+    """Decompress many small frames, one after another into `out`: as `decompress_zstd`, in as tight a loop as can be.
+
+    Args:
+        out: Memory for all of them.
+        frames: One zstd frame each.
+        size: How many bytes each must hold.
+        skip: How many bytes stand before each frame.
+
+    Raises:
+        CodecError: if a frame is damaged, of another size, or followed by anything else.
+    """
+    unpack, claimed = _decompressor().decompress, zstandard.frame_content_size
+    place = 0
+    try:
+        for frame in frames:
+            body = memoryview(frame)[skip:]
+            if claimed(body) != size:
+                raise CodecError(f"zstd frame claims {claimed(body)} bytes of content, expected {size}")
+            out[place : place + size] = unpack(body, size, allow_extra_data=False)
+            place += size
+    except (zstandard.ZstdError, ValueError) as error:
+        raise CodecError(f"zstd frame is damaged ({error})") from error
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    context: zstandard.ZstdDecompressor | None = _contexts.__dict__.get("decompressor")
+    if context is None:
+        context = _contexts.decompressor = zstandard.ZstdDecompressor()
+    return context
 
 
 def pack_plane(plane: NDArray[np.uint8], level: int) -> tuple[int, bytes]:

@@ -41,9 +41,8 @@ class _Found:
     layout: RowLayout
     log: FrameLog
     packed: NDArray[np.bool_]
-    now: list[Located]
-    after: list[Located]
-    raw: Batch  # those that are not packed
+    located: list[Located]  # by column: the frames of packed steps, then those after them
+    raw: Batch  # steps that are not packed
 
 
 class EpisodeStore:
@@ -51,8 +50,8 @@ class EpisodeStore:
 
     An episode of ``T`` steps has ``T + 1`` frames: arrays with one row more than the others are *of frames* (an
     observation, and what the last step led to), the others *of steps* (actions, rewards, flags). Each frame is kept
-    once; ``next_<name>`` is the frame after. Vectors of four frames are packed together, images one by one,
-    without loss unless JPEG is asked for.
+    once; ``next_<name>`` is the frame after. Vectors of four frames are packed together, images one by one, stacks of
+    camera frames (``[frames, height, width]``) frame by frame, each once; without loss unless JPEG is asked for.
 
     The oldest episodes go, whole, when there are more frames or bytes than allowed. Unfinished episodes (`append`) stay
     raw until they end, count towards the limits, and are sampled like others.
@@ -64,7 +63,7 @@ class EpisodeStore:
         max_frames: Evict the oldest episodes when there are more frames than this.
         max_bytes: ... or more bytes, packed ones and those of unfinished episodes together.
         jpeg: JPEG quality for all images, or by name; without loss by default.
-        pack_images: Whether to pack images at all.
+        pack_images: Whether to pack images at all; frames of stacks are kept once all the same.
         cache_bytes: How many bytes of decoded vectors to keep for the next batch.
         threads: How many threads pack and unpack; by default one per core.
         seed: Of the generator that `sample` draws from; by chance by default.
@@ -504,12 +503,15 @@ class EpisodeStore:
             raise OutOfRangeError(f"indices {int(index.min())} to {int(index.max())}, there are {total} steps")
         packed = index < self._steps.total
         frames = self._frames_of(index[packed])
-        now, after = self._locate_frames(frames), self._locate_frames(frames + 1)
+        both = np.concatenate([frames, frames + 1])
+        having_next = {field.column for field in self._layout.frame_fields} if self._layout else set()
+        columns = range(len(self._log.packers))
+        located = [self._log.locate(column, both if column in having_next else frames) for column in columns]
         raw = self._take_open(index[~packed] - self._steps.total) if not packed.all() else {}
         layout = self._layout
         if layout is None:  # there is nothing but first episodes that are not finished, if anything
             layout = self._plan(next(iter(self._tails.values())).values()) if self._tails else RowLayout([], [])
-        return _Found(layout, self._log, packed, now, after, raw)
+        return _Found(layout, self._log, packed, located, raw)
 
     def _locate_frames(self, frames: NDArray[np.int64]) -> list[Located]:
         return [self._log.locate(column, frames) for column in range(len(self._log.packers))]
@@ -539,20 +541,18 @@ class EpisodeStore:
         layout, log, packed = found.layout, found.log, found.packed
         whole = bool(packed.all())
         batch = _outputs(layout, len(packed), out)
-        for column, parts in enumerate(zip(found.now, found.after, strict=True)):
+        for column, located in enumerate(found.located):
             fields = [field for field in layout.fields.values() if field.column == column]
-            for prefix, located in zip(("", "next_"), parts, strict=True):
-                wanted = [field for field in fields if field.of_frames or not prefix]
-                if not wanted:
-                    continue
-                target = batch[prefix + wanted[0].name]
-                if column != VECTORS and whole:
-                    log.fetch(located, target.reshape(len(target), -1))
-                    continue
-                width = layout.frame_bytes if prefix and column == VECTORS else layout.packers[column].row_bytes
-                rows = log.fetch(located, np.empty((len(located.where.row), width), np.uint8))
-                for field in wanted:
-                    batch[prefix + field.name][slice(None) if whole else packed] = field.read(rows)
+            if column != VECTORS and whole:
+                (field,) = fields
+                names = (field.name, f"next_{field.name}") if field.of_frames else (field.name,)
+                log.fetch(located, *(batch[name].reshape(len(packed), -1) for name in names))
+                continue
+            rows, count = log.fetch(located), int(np.count_nonzero(packed))
+            for prefix, half in (("", rows[:count]), ("next_", rows[count:])):
+                for field in fields:
+                    if field.of_frames or not prefix:
+                        batch[prefix + field.name][slice(None) if whole else packed] = field.read(half)
         for name, values in found.raw.items():
             batch[name][~packed] = values
         return batch

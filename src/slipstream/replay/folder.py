@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from slipstream.codecs import Raw
 from slipstream.errors import CorruptFileError, FormatVersionError, MissingEntryError, SlipstreamError
-from slipstream.replay.frames import FrameLog, PackedColumn
+from slipstream.replay.frames import FrameLog
+from slipstream.replay.packing import PackedColumn
 from slipstream.store import Container, ContainerWriter, write_container
 from slipstream.store.atomic import make_folder, sweep
 

@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 
 from slipstream.codecs import default_threads, parallel_map
 from slipstream.errors import OutOfRangeError, ReplayError
-from slipstream.replay.packing import ImageRows, RowPacker, Rows, VectorRows, Where, split_evenly
+from slipstream.replay.packing import ImageRows, PackedColumn, RowPacker, Rows, VectorRows, Where, is_stacked
 from slipstream.replay.prefix_sum import PrefixSum
 
 Frames = NDArray[np.int64]
-PackedColumn = tuple[NDArray[np.int64], list[bytes]]
-"""The segments of a column: how many rows each has, and its bytes."""
 _PARALLEL_BYTES = 8 << 20
 _BLOCK_SEGMENTS = 128
 
@@ -74,6 +72,11 @@ class Located:
     sizes: NDArray[np.int64]
     payloads: list[bytes]
     where: Where
+
+    @property
+    def stacked(self) -> bool:
+        """Whether some have frames in common with those before and after them, so that reading both at once pays."""
+        return any(map(is_stacked, self.payloads))
 
 
 class SegmentCache:
@@ -160,11 +163,9 @@ class FrameLog:
 
     def pack(self, rows: Sequence[Rows], runs: NDArray[np.int64]) -> list[PackedColumn]:
         """Pack frames without adding them: sizes and bytes of the segments of each column."""
-        packed: list[PackedColumn] = []
-        for column, values in zip(self._columns, rows, strict=True):
-            sizes = split_evenly(runs, column.packer.segment_rows)
-            packed.append((sizes, column.packer.pack(values, sizes, self._threads)))
-        return packed
+        return [
+            column.packer.pack(values, runs, self._threads) for column, values in zip(self._columns, rows, strict=True)
+        ]
 
     def append_packed(self, packed: Sequence[PackedColumn], count: int) -> int:
         """Add `count` frames that are packed already; returns the number of the first."""
@@ -248,27 +249,27 @@ class FrameLog:
             numbers = (distinct + table.sums.num_evicted).tolist()
         return Located(column, numbers, sizes, payloads, Where(segment.reshape(-1), rows))
 
-    def fetch(self, located: Located, out: Rows | None = None) -> Rows:
-        """Decode what was located, without holding the lock.
+    def fetch(self, located: Located, *outs: Rows) -> Rows:
+        """Decode what was located, without holding the lock; returns the first of `outs`.
 
         Args:
             located: From `locate`.
-            out: Memory of ``[frames, bytes]`` to read into, with as many bytes of each row as are wanted; by default
-                whole rows, in memory of their own.
+            outs: Memory of ``[frames, bytes]`` to read into, one array for vectors, with as many bytes of each row as
+                are wanted, and any number of them for images, one after another; by default one of whole rows.
 
         Raises:
             CodecError: If what is stored is damaged.
         """
         packer = self._columns[located.column].packer
         count = len(located.where.row)
-        out = np.empty((count, packer.row_bytes), np.uint8) if out is None else out
+        outs = outs or (np.empty((count, packer.row_bytes), np.uint8),)
         if not count:
-            return out
+            return outs[0]
         if isinstance(packer, ImageRows):
-            self._read_images(packer, located, out)
+            packer.gather(located.payloads, located.where, outs)
         else:
-            packer.gather(self._decode(packer, located), located.sizes, located.where, out)
-        return out
+            packer.gather(self._decode(packer, located), located.sizes, located.where, *outs)
+        return outs[0]
 
     def _decode(self, packer: VectorRows, located: Located) -> list[bytes]:
         """Decode segments, but for those in the cache; on several threads if there is much to do."""
@@ -290,17 +291,6 @@ class FrameLog:
         if fits:
             self.cache.put(located.column, [located.numbers[place] for place in missing], decoded)
         return [segment for segment in found if segment is not None]
-
-    def _read_images(self, packer: ImageRows, located: Located, out: Rows) -> None:
-        """Unpack every image once: straight into place, or, if many are wanted twice, aside and copied from there."""
-        payloads, sizes, where = located.payloads, located.sizes, located.where
-        if len(payloads) > 0.75 * len(out):
-            packer.gather(payloads, sizes, where, out)
-            return
-        order = np.arange(len(payloads))
-        distinct = np.empty((len(payloads), packer.row_bytes), np.uint8)
-        packer.gather(payloads, sizes, Where(order, np.zeros_like(order)), distinct)
-        np.take(distinct, where.segment, axis=0, out=out)
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:

@@ -70,7 +70,7 @@ def compress_image(image: Any, *, jpeg: int | None = None) -> bytes:
         kind, body = _JPEG, encode_jpeg(array, jpeg)
     elif array.dtype == np.uint8:
         rows = array.reshape(1, -1)
-        (body,) = ImageRows(rows.shape[1], line_bytes_of(array.shape)).pack(rows, np.ones(1, np.int64), 1)
+        _, (body,) = ImageRows(rows.shape[1], line_bytes_of(array.shape)).pack(rows, np.ones(1, np.int64), 1)
         kind = _LOSSLESS
     else:
         kind, body = _NUMBERS, Planes().encode(array)
@@ -91,7 +91,7 @@ def decompress_image(data: bytes | bytearray | memoryview) -> NDArray[Any]:
         elif kind == _LOSSLESS:
             first = np.zeros(1, np.int64)
             packer = ImageRows(array.size, line_bytes_of(array.shape))
-            packer.gather([bytes(body)], np.ones(1, np.int64), Where(first, first), array.reshape(1, -1))
+            packer.gather([bytes(body)], Where(first, first), [array.reshape(1, -1)])
         else:
             Planes().decode(body, array.dtype, array.shape, out=array)
     except CodecError:

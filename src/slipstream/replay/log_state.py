@@ -11,7 +11,8 @@ import torch
 from slipstream.errors import CorruptFileError, SlipstreamError, StateMismatchError
 from slipstream.replay.fields import RowLayout
 from slipstream.replay.folder import split_segments
-from slipstream.replay.frames import FrameLog, PackedColumn
+from slipstream.replay.frames import FrameLog
+from slipstream.replay.packing import PackedColumn
 
 
 def log_state(log: FrameLog) -> dict[str, Any]:

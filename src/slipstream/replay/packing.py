@@ -7,7 +7,7 @@ microseconds. Two ways to pack, chosen by what a row is:
   then byte ``b + 1`` of all rows), in one zstd frame. All vectors of a step share the row, so that one call decodes
   them all.
 - `ImageRows`: every image alone, each line as its difference to the line above, Huffman-coded; or whatever of a few
-  variants packs it better.
+  variants packs it better. Of stacks of frames that repeat from step to step, every frame once (see `stacks`).
 
 Both store what does not shrink as it is, and both return every bit as it was.
 """
@@ -15,7 +15,7 @@ Both store what does not shrink as it is, and both return every bit as it was.
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,20 +26,24 @@ import zstandard
 from numpy.typing import NDArray
 
 from slipstream.codecs import default_threads, parallel_map
-from slipstream.codecs.entropy import compress_zstd, decompress_zstd
+from slipstream.codecs.entropy import compress_zstd, decompress_into, decompress_zstd
 from slipstream.errors import CodecError
+from slipstream.replay.stacks import STACK, STACK_ROWS, Pieces, distinct_frames, find_step, join_stacks, split_stacks
 
 Rows = NDArray[np.uint8]
 """``[rows, bytes of a row]``."""
+PackedColumn = tuple[NDArray[np.int64], list[bytes]]
+"""Segments: how many rows each has, and its bytes."""
 
 SEGMENT_ROWS = 4
 _SEGMENT_BYTES = 64 << 10
 _LEVEL = 1
 _HUFFMAN = 0
 _BLOCK_BYTES = 2 << 20
-_CACHED_BYTES = 4 << 20
+_CACHED_BYTES = 1 << 20
+_SCRATCH_BYTES = 16 << 20
 _PARALLEL_IMAGE_BYTES = 64 << 10
-_LEAST_IMAGES = 32
+_LINES_BYTES = 16 << 10
 
 _contexts = threading.local()
 
@@ -74,8 +78,9 @@ class VectorRows:
         """Four, or fewer if rows are large: a segment is decoded whole for one row of it."""
         return max(1, min(SEGMENT_ROWS, _SEGMENT_BYTES // max(1, self.row_bytes)))
 
-    def pack(self, rows: Rows, sizes: NDArray[np.int64], threads: int) -> list[bytes]:
-        """Pack segments; those of one size together, some megabytes at a time."""
+    def pack(self, rows: Rows, runs: NDArray[np.int64], threads: int) -> PackedColumn:
+        """Pack runs of rows; segments of one size together, some megabytes at a time."""
+        sizes = split_evenly(runs, self.segment_rows)
         starts = np.cumsum(sizes) - sizes
         payloads: list[bytes] = [b""] * len(sizes)
         jobs = []
@@ -93,7 +98,7 @@ class VectorRows:
 
         for _ in parallel_map(run, jobs, threads):
             pass
-        return payloads
+        return sizes, payloads
 
     def decode(self, payloads: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
         """Unpack segments; they stay as they are stored, time innermost. A loop this tight is half of a batch's time.
@@ -138,13 +143,13 @@ class VectorRows:
 
 @dataclass(frozen=True)
 class ImageRows:
-    """Images of bytes, each packed alone.
+    """Images of bytes, each packed alone; of stacks of frames, each frame.
 
     Args:
         row_bytes: Of one image.
         line_bytes: Of one line of it.
         jpeg: Quality from 1 to 100 if losses are wanted; without loss by default.
-        shape: Of one image; needed for JPEG.
+        shape: Of one image; needed for JPEG, and to find stacks.
         stored: Whether to leave images as they are.
     """
 
@@ -155,12 +160,18 @@ class ImageRows:
     stored: bool = False
     kind: ClassVar[str] = "images"
 
-    @property
-    def segment_rows(self) -> int:
-        """One: images are large, and read one by one."""
-        return 1
+    def pack(self, rows: Rows, runs: NDArray[np.int64], threads: int) -> PackedColumn:
+        """Pack runs of images: a segment each, or, if they are stacks that repeat frames, some together."""
+        follows = _follows(runs)
+        step = find_step(rows, follows, self.shape) if self.jpeg is None else 0
+        if not step:
+            return np.ones(len(rows), np.int64), self._pack_images(rows, threads)
+        sizes = split_evenly(runs, STACK_ROWS)
+        count = self.shape[0] // step
+        frames, new = distinct_frames(rows, _follows(sizes), count)
+        return sizes, join_stacks(self._pack_images(frames, threads), new, sizes, count)
 
-    def pack(self, rows: Rows, sizes: NDArray[np.int64], threads: int) -> list[bytes]:
+    def _pack_images(self, rows: Rows, threads: int) -> list[bytes]:
         """Pack images, some megabytes at a time."""
         if self.stored:
             return [bytes(1) + row.tobytes() for row in rows]
@@ -172,10 +183,10 @@ class ImageRows:
         if not len(rows):
             return []
         filtering, level = _best_way(rows[len(rows) // 2].reshape(-1, self.line_bytes))
-        step = max(1, _BLOCK_BYTES // self.row_bytes)
+        step = max(1, _BLOCK_BYTES // rows.shape[1])
 
         def run(first: int) -> list[bytes]:
-            block = rows[first : first + step].reshape(-1, self.row_bytes // self.line_bytes, self.line_bytes)
+            block = rows[first : first + step].reshape(-1, rows.shape[1] // self.line_bytes, self.line_bytes)
             if filtering:
                 block = _subtract_lines(block)
             return [_tagged(filtering, image.reshape(-1), level) for image in block]
@@ -183,23 +194,63 @@ class ImageRows:
         blocks = parallel_map(run, range(0, len(rows), step), threads)
         return [payload for block in blocks for payload in block]
 
-    def gather(self, segments: Sequence[bytes], sizes: NDArray[np.int64], where: Where, out: Rows) -> None:
+    def gather(self, segments: Sequence[bytes], where: Where, outs: Sequence[Rows]) -> None:
+        """Unpack images into the rows of several contiguous arrays, one after another.
+
+        Raises:
+            CodecError: If a segment is damaged.
+        """
+        stacked = np.array([self.jpeg is None and is_stacked(segment) for segment in segments])
+        if not stacked.any():
+            self._unpack(Pieces(segments, where.segment[:, None]), outs)
+            return
+        if stacked.all():
+            self._unpack(split_stacks(segments, where.segment, where.row), outs)
+            return
+        whole = np.empty((len(where.row), self.row_bytes), np.uint8)
+        for kind in (False, True):
+            chosen = np.flatnonzero(stacked == kind)
+            mine = np.flatnonzero(stacked[where.segment] == kind)
+            part = Where(np.searchsorted(chosen, where.segment[mine]), where.row[mine])
+            some = np.empty((len(mine), self.row_bytes), np.uint8)
+            self.gather([segments[number] for number in chosen.tolist()], part, [some])
+            whole[mine] = some
+        for rows, out in zip(np.split(whole, np.cumsum([len(out) for out in outs])[:-1]), outs, strict=True):
+            out[:] = rows
+
+    def _unpack(self, pieces: Pieces, outs: Sequence[Rows]) -> None:
+        """Unpack every image once: straight into place, or, if many are wanted twice, aside and copied from there."""
+        index, count = pieces.index, pieces.index.shape[1]
+        if self.row_bytes % (count * self.line_bytes):
+            raise CodecError(f"a segment has stacks of {count} frames, which images of {self.row_bytes} bytes are not")
+        ends = np.cumsum([len(out) for out in outs]).tolist()
+        parts = [index[end - len(out) : end].reshape(-1) for end, out in zip(ends, outs, strict=True)]
+        if count == 1 and len(pieces.images) > 0.75 * len(index):
+            for part, out in zip(parts, outs, strict=True):
+                self._decode([pieces.images[number] for number in part.tolist()], out)
+            return
+        distinct = _scratch(len(pieces.images), self.row_bytes // count)
+        self._decode(pieces.images, distinct)
+        for part, out in zip(parts, outs, strict=True):
+            np.take(distinct, part, axis=0, out=out.reshape(len(part), -1), mode="clip")
+
+    def _decode(self, images: Sequence[bytes | memoryview], out: Rows) -> None:
         """Unpack images into the rows of `out`, on several threads.
 
         Lines are added up for many images at once: that takes a call a line however many there are, and while one
         thread calls, the others wait for the interpreter. Hence few large parts, and no threads for small images.
         """
-        threads = default_threads() if self.row_bytes >= _PARALLEL_IMAGE_BYTES else 1
-        step = max(_LEAST_IMAGES, -(-len(out) // threads) if threads > 1 else _CACHED_BYTES // self.row_bytes)
-        wanted = where.segment.tolist()
+        threads = default_threads() if out.shape[1] >= _PARALLEL_IMAGE_BYTES else 1
+        most = max(_LINES_BYTES // self.line_bytes, _CACHED_BYTES // out.shape[1], 1)
+        step = -(-len(out) // (-(-len(out) // (most * threads)) * threads))
 
         def run(first: int) -> None:
-            self._fill([segments[number] for number in wanted[first : first + step]], out[first : first + step])
+            self._fill(images[first : first + step], out[first : first + step])
 
         for _ in parallel_map(run, range(0, len(out), step), threads):
             pass
 
-    def _fill(self, payloads: Sequence[bytes], out: Rows) -> None:
+    def _fill(self, payloads: Sequence[bytes | memoryview], out: Rows) -> None:
         if self.jpeg is not None:
             from slipstream.replay.jpeg import decode_jpeg  # noqa: PLC0415 - Pillow only for those who ask for it
 
@@ -209,8 +260,12 @@ class ImageRows:
         tags = np.array([payload[0] if payload else 255 for payload in payloads], np.uint8)
         if (tags > (_FRAME | _LINES)).any():
             raise CodecError(f"a packed image starts with {tags.max()}, which is not a way this release packs images")
-        for row, tag, payload in zip(out, tags.tolist(), payloads, strict=True):
-            row[:] = np.frombuffer(_untagged(tag, memoryview(payload)[1:], self.row_bytes), np.uint8)
+        size, pixels = out.shape[1], out.reshape(-1).data
+        if (tags & _FRAME).all():
+            decompress_into(pixels, payloads, size, skip=1)
+        else:
+            for place, tag, payload in zip(range(0, out.size, size), tags.tolist(), payloads, strict=True):
+                pixels[place : place + size] = _untagged(tag, memoryview(payload)[1:], size)
         lines = out.reshape(len(out), -1, self.line_bytes)
         filtered = (tags & _LINES) != 0
         if filtered.all():
@@ -225,6 +280,31 @@ RowPacker = VectorRows | ImageRows
 """How the rows of one column are packed and read."""
 
 _FRAME, _LINES = 1, 2
+
+
+def is_stacked(segment: bytes) -> bool:
+    """Tell whether a segment holds stacks, which have frames in common with those before and after them."""
+    return segment[:1] == _STACKED
+
+
+_STACKED = bytes([STACK])
+
+
+def _scratch(rows: int, width: int) -> Rows:
+    """Return memory for what is copied on at once: this thread's own, unless it is large; new pages are slow."""
+    if rows * width > _SCRATCH_BYTES:
+        return np.empty((rows, width), np.uint8)
+    kept: Rows | None = _contexts.__dict__.get("scratch")
+    if kept is None or kept.size < rows * width:
+        kept = _contexts.scratch = np.empty(rows * width, np.uint8)
+    return kept[: rows * width].reshape(rows, width)
+
+
+def _follows(runs: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Tell of each row whether it comes after the one before it, in the same run."""
+    follows = np.ones(int(runs.sum()), np.bool_)
+    follows[(np.cumsum(runs) - runs)[runs > 0]] = False
+    return follows
 
 
 def _best_way(image: NDArray[np.uint8]) -> tuple[int, int]:
@@ -245,21 +325,15 @@ def _subtract_lines(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _add_lines(images: NDArray[np.uint8]) -> None:
-    """Undo `_subtract_lines` in place: within groups of lines first, then from group to group.
+    """Undo `_subtract_lines` in place.
 
-    That is a call for a group and one for a line of a group, for all images at once; line by line it would be as much
-    work in many more calls, each of which waits for the interpreter.
+    The first lines of all images are put side by side, then the second ones, and so on: adding up is one long addition
+    a line then, and pays for both copies.
     """
-    count, lines, width = images.shape
-    size = max(1, math.isqrt(lines))
-    whole = lines - lines % size
-    groups = images[:, :whole].reshape(count, -1, size, width)
-    for line in range(1, size):
-        np.add(groups[:, :, line - 1], groups[:, :, line], out=groups[:, :, line])
-    for group in range(1, groups.shape[1]):
-        np.add(groups[:, group], groups[:, group - 1, -1:], out=groups[:, group])
-    for line in range(whole, lines):
-        np.add(images[:, line - 1], images[:, line], out=images[:, line])
+    turned = np.ascontiguousarray(images.transpose(1, 0, 2))
+    for above, line in itertools.pairwise(turned):
+        np.add(above, line, out=line)
+    images[:] = turned.transpose(1, 0, 2)
 
 
 def _tagged(lines: int, pixels: NDArray[np.uint8], level: int) -> bytes:

@@ -56,9 +56,10 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
 
     Give it to ``ReplayBuffer(storage=...)`` where a ``LazyTensorStorage`` would be, with any of TorchRL's samplers and
     writers. Observations under ``next`` that repeat the root one step later are not kept a second time; this is checked
-    bit for bit for every step. Vectors of four steps are packed together, images one by one. The newest steps
-    stay raw until there are enough of them to pack. Flags and ids (one bool or integer a step) stay raw, so that
-    samplers that look for the ends of episodes find them without decoding.
+    bit for bit for every step. Vectors of four steps are packed together, images one by one, and of stacks of frames
+    (``[frames, height, width]``) each frame once. The newest steps stay raw until there are enough of them to pack.
+    Flags and ids (one bool or integer a step) stay raw, so that samplers that look for the ends of episodes find them
+    without decoding.
 
     Steps should come in the order of time: whole trajectories, or with ``ndim=2`` batches ``[environments, time]``.
     Steps of several environments in turn through ``ndim=1`` are kept correctly, and hardly packed.
@@ -73,7 +74,7 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         device: Where what is read goes.
         ndim: How many axes of a batch count as steps; 2 for ``[environments, time]``.
         jpeg: JPEG quality for all images, or by ``/``-joined key; without loss by default.
-        pack_images: Whether to pack images at all.
+        pack_images: Whether to pack images at all; frames of stacks are kept once all the same.
         cache_bytes: How many bytes of decoded vectors to keep for the next batch.
         threads: How many threads pack and unpack; by default one per core.
         end_key: What tells that an episode ended with a step.
@@ -553,19 +554,20 @@ class _Reading:
         self._shape = frames.shape
         flat = frames.reshape(-1)
         self._packed = flat >= 0
-        self._located: dict[tuple[int, bool], Located] = {}
-        self._rows: Rows | None = None
+        self._apart: dict[tuple[int, bool], Located] = {}
+        self._together: dict[int, Located] = {}
+        self._rows: dict[int, list[Rows]] = {}
         if layout is not None and self._packed.any():
             used = flat[self._packed]
             afters = {layout.fields[leaf.field].column for leaf in leaves if leaf.kind == "next"}
             for column in range(len(layout.packers)):
-                if column == VECTORS:  # both at once: they are in the same segments, mostly
-                    both = np.concatenate([used, used + 1]) if VECTORS in afters else used
-                    self._located[column, False] = self._located[column, True] = log.locate(column, both)
+                if column == VECTORS or (column in afters and log.locate(column, used[:1]).stacked):
+                    both = np.concatenate([used, used + 1]) if column in afters else used
+                    self._together[column] = log.locate(column, both)
                     continue
-                self._located[column, False] = log.locate(column, used)
+                self._apart[column, False] = log.locate(column, used)
                 if column in afters:
-                    self._located[column, True] = log.locate(column, used + 1)
+                    self._apart[column, True] = log.locate(column, used + 1)
         self._raw = {}
         if not self._packed.all() and tail.length:
             rows = _TAIL - flat[~self._packed]
@@ -591,14 +593,24 @@ class _Reading:
     def _values(self, leaf: Leaf) -> NDArray[Any]:
         assert self._layout is not None  # noqa: S101 - there are packed frames
         field = self._layout.fields[leaf.field]
-        after = leaf.kind == "next"
-        if field.column != VECTORS:  # an image is alone in its column, and is not asked for twice
-            return field.read(self._log.fetch(self._located[field.column, after]))
+        column, after = field.column, leaf.kind == "next"
+        if column not in self._together:  # an image is alone in its column, and is not asked for twice
+            return field.read(self._log.fetch(self._apart[column, after]))
         with self._lock:
-            if self._rows is None:
-                self._rows = self._log.fetch(self._located[VECTORS, False])
-        count = int(np.count_nonzero(self._packed))
-        return field.read(self._rows[count:] if after else self._rows[:count])
+            if column not in self._rows:
+                self._rows[column] = self._read_together(column)
+        return field.read(self._rows[column][after])
+
+    def _read_together(self, column: int) -> list[Rows]:
+        """Decode a column for these steps and for what they led to: both are in the same segments, mostly."""
+        assert self._layout is not None  # noqa: S101 - there are packed frames
+        located, count = self._together[column], int(np.count_nonzero(self._packed))
+        if column == VECTORS:
+            rows = self._log.fetch(located)
+            return [rows[:count], rows[count:]]
+        halves = [np.empty((count, self._layout.packers[column].row_bytes), np.uint8) for _ in range(2)]
+        self._log.fetch(located, *halves)
+        return halves
 
 
 def _take_apart(data: Any) -> tuple[dict[Key, torch.Tensor], dict[Key, tuple[int, ...]]]:
