@@ -7,7 +7,9 @@ A row of the front page is made of cells of the page's tables, so the two cannot
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +35,9 @@ class Tables:
             row: How the first cell of the row begins.
             column: The head of its column; if there are several of that name, the first.
             under: Text after which the table comes, if the section has several.
+
+        Raises:
+            LookupError: If there is none.
         """
         part = self._text.partition(f"<!-- {section} -->")[2].partition(f"<!-- /{section} -->")[0]
         part = part.partition(under)[2] if under else part
@@ -43,7 +48,22 @@ class Tables:
                 head = cells
             elif head and line.startswith("|") and cells[0].startswith(row):
                 return cells[head.index(column)]
-        raise SystemExit(f"docs/benchmarks.md: section {section} has no row {row!r} with a column {column!r}")
+        raise LookupError(f"docs/benchmarks.md: section {section} has no row {row!r} with a column {column!r}")
+
+
+def peers(read: Callable[[str], str], rows: dict[str, str], unit: str = "") -> str:
+    """List the cells of peers; those that were not installed, and so not measured, are left out.
+
+    Args:
+        read: What gives the cell of a row.
+        rows: For each peer's name, how the first cell of its row begins.
+        unit: What to put after the last.
+    """
+    found = []
+    for name, row in rows.items():
+        with contextlib.suppress(LookupError):
+            found.append(f"{name} {read(row)}")
+    return ", ".join(found) + unit if found else "not measured"
 
 
 def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
@@ -64,57 +84,53 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
     def images(name: str, stored: str = "CPU ms") -> str:
         return tables.cell("datasets", name, stored)
 
-    ours, stall, load = "slipstream native, guarded", "stall ms", "load ms"
-    deltas = tables.cell("checkpoint", "1", "all ten, of raw", under="**Ten checkpoints**")
+    ours = "slipstream native, guarded"
+
+    def same(*names: str) -> dict[str, str]:
+        return {name: name for name in names}
+
     return [
         (
             "A checkpoint, the caller's stall",
-            f"{saver(ours, stall)} ms",
-            f"torch_checkpointing {saver('torch_checkpointing', stall)}, Lightning {saver('Lightning', stall)}, "
-            f"torch.save {saver('torch.save', stall)} ms",
+            f"{saver(ours, 'stall ms')} ms",
+            peers(lambda row: saver(row, "stall ms"), same("torch_checkpointing", "Lightning", "torch.save"), " ms"),
             "checkpoint",
         ),
-        (
-            "Its size, of raw",
-            packed("slipstream"),
-            f"pcodec {packed('pcodec')}, ZipNN {packed('ZipNN')}, zstd-3 {packed('zstd-3')}",
-            "checkpoint",
-        ),
+        ("Its size, of raw", packed("slipstream"), peers(packed, same("pcodec", "ZipNN", "zstd-3")), "checkpoint"),
         (
             "Ten of them a step apart, of raw",
-            deltas,
-            f"torch.save {saver('torch.save', 'of raw')}, Orbax {saver('Orbax', 'of raw')}",
+            tables.cell("checkpoint", "1", "all ten, of raw", under="**Ten checkpoints**"),
+            peers(lambda row: saver(row, "of raw"), same("torch.save", "Orbax")),
             "checkpoint",
         ),
         (
             "Loading it (we are slower)",
-            f"{saver(ours, load)} ms",
-            f"torch.load {saver('torch.save', load)}, Orbax {saver('Orbax', load)} ms",
+            f"{saver(ours, 'load ms')} ms",
+            peers(lambda row: saver(row, "load ms"), {"torch.load": "torch.save", "Orbax": "Orbax"}, " ms"),
             "checkpoint",
         ),
         (
             "A LiDAR rollout, times smaller",
             rollout("slipstream"),
-            f"Blosc2 {rollout('Blosc2')}, OpenZL {rollout('OpenZL')}, pickle + LZ4-9 {rollout('pickle + LZ4')}",
+            peers(rollout, {"Blosc2": "Blosc2", "OpenZL": "OpenZL", "pickle + LZ4-9": "pickle + LZ4"}),
             "rollout",
         ),
         (
             "LiDAR replay, memory of LazyTensorStorage's",
             replay("slipstream", "of Lazy"),
-            f"cpprb {replay('cpprb', 'of Lazy')}, CompressedListStorage {replay('CompressedList', 'of Lazy')}",
+            peers(lambda row: replay(row, "of Lazy"), same("cpprb", "CompressedListStorage")),
             "replay",
         ),
         (
             "Its batch of 256, CPU time",
             f"{replay('slipstream', 'CPU ms')} ms",
-            f"LazyTensorStorage {replay('LazyTensorStorage', 'CPU ms')}, "
-            f"CompressedListStorage {replay('CompressedList', 'CPU ms')} ms",
+            peers(lambda row: replay(row, "CPU ms"), same("LazyTensorStorage", "CompressedListStorage"), " ms"),
             "replay",
         ),
         (
             "A batch of HDF5 images, CPU time",
             f"{images('slipstream')} ms",
-            f"naive loop {images('naive loop')}, robomimic {images('robomimic')}, Minari {images('Minari')} ms",
+            peers(images, same("naive loop", "robomimic", "Minari"), " ms"),
             "datasets",
         ),
     ]
@@ -122,7 +138,10 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
 
 def main() -> None:
     """Replace all but the first column, which is in the page's language, row by row."""
-    found = rows(Tables((ROOT / "docs/benchmarks.md").read_text()))
+    try:
+        found = rows(Tables((ROOT / "docs/benchmarks.md").read_text()))
+    except LookupError as error:
+        raise SystemExit(str(error)) from None
     for name in PAGES:
         page = ROOT / name
         text = page.read_text()
