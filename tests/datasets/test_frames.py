@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream import CorruptFileError, DatasetError
 from slipstream.datasets.filters import Filter, decode_chunk
-from slipstream.datasets.frames import DatasetSource, FrameReader, Request, place
+from slipstream.datasets.frames import DatasetSource, FrameReader, Request, placing
 from slipstream.datasets.handles import Files
 from slipstream.datasets.identity import Identity
 from slipstream.datasets.storage import frame_kind
@@ -244,7 +244,7 @@ def test_resizing_averages_only_where_much_is_lost():
     image = np.zeros((64, 64, 1), np.uint8)
     image[::2] = 255
     out = np.empty((1, 16, 16), np.uint8)
-    place(image, out)
+    placing(image.shape, out.shape)(image, out)
     assert (np.abs(out.astype(int) - 128) <= 1).all()
 
 
