@@ -138,8 +138,9 @@ class Recordings:
         first, last = int(self.starts[episode]), int(self.starts[episode + count])
         for path, values in ((roles.action, self.action[first:last]), (roles.reward, self.reward[first:last])):
             if path is not None:
-                read_rows(dataset(group, path), 0, values)
-                _check_finite(plan, dataset(group, path), values)
+                data = dataset(group, path)
+                read_rows(data, 0, values)
+                _check_finite(plan, data, values)
         if roles.terminal is not None:
             self.terminal[first:last] = np.asarray(dataset(group, roles.terminal)[: last - first]).reshape(-1) != 0
         column = 0

@@ -70,12 +70,15 @@ class _Reader:
         self.root, self.layout, self.roles = root, layout, roles
         self.file = root.filename
         self.joint_dim = self.action_dim = 0
-        self.unflagged = 0
+        self.unflagged = self.mid_flags = 0
         self._first: dict[str, h5py.Dataset] = {}
+        self._num_rows: dict[str, tuple[int, int]] = {}  # least and most rows of all groups, by path
+        self._opened: dict[str, h5py.Dataset] = {}  # of the group that is looked at: finding one is slow
 
     def stretch(self, name: str) -> Stretch:
         """Check one group."""
         group = _group(self.root, name)
+        self._opened = {}
         if not len(group):
             raise DatasetError(f"{self.file}: the group {group.name} is empty, expected {self.roles.action} in it")
         roles = self.roles
@@ -95,7 +98,7 @@ class _Reader:
             self._check_after(data, self._numbers(group, path), steps)
         cameras = {camera: self._images(group, path) for camera, path in roles.cameras.items()}
         after = {camera: self._images(group, path) for camera, path in roles.next_cameras.items()}
-        observed = {dataset(group, path).name: dataset(group, path).shape[0] for path in roles.joint}
+        observed = {data.name: data.shape[0] for data in joints}
         observed |= {f"{group.name.rstrip('/')}/{roles.cameras[name]}": one.num_rows for name, one in cameras.items()}
         lengths, cut = self._episodes(group, steps, joints)
         final = self._final(observed, steps, len(lengths), self._is_apart())
@@ -110,12 +113,25 @@ class _Reader:
         joint = len(roles.next_joint) == len(roles.joint)
         return joint and roles.cameras.keys() == roles.next_cameras.keys() and bool(roles.joint or roles.cameras)
 
+    def _dataset(self, group: h5py.Group, path: str) -> h5py.Dataset:
+        found = self._opened.get(path)
+        if found is None:
+            found = self._opened[path] = dataset(group, path)
+        return found
+
+    def _note(self, path: str, data: h5py.Dataset) -> None:
+        """Remember what `rows` tells of a dataset."""
+        self._first.setdefault(path, data)
+        rows = data.shape[0]
+        least, most = self._num_rows.get(path, (rows, rows))
+        self._num_rows[path] = min(least, rows), max(most, rows)
+
     def _numbers(self, group: h5py.Group, path: str) -> h5py.Dataset:
-        data = dataset(group, path)
+        data = self._dataset(group, path)
         check_numbers(data)
         if data.ndim == 0:
             raise DatasetError(f"{self.file}: {data.name} is a single value, expected one row per step")
-        self._first.setdefault(path, data)
+        self._note(path, data)
         return data
 
     def _width(self, what: str, known: int, parts: Sequence[h5py.Dataset]) -> int:
@@ -146,7 +162,7 @@ class _Reader:
     def _flags(self, group: h5py.Group, path: str | None, steps: int) -> NDArray[np.bool_]:
         if path is None:
             return np.zeros(steps, bool)
-        data = dataset(group, path)
+        data = self._dataset(group, path)
         values = np.asarray(data[()]).reshape(-1)
         wrong = np.flatnonzero(~np.isfinite(values))
         if wrong.size:
@@ -154,9 +170,9 @@ class _Reader:
         return np.asarray(values != 0)
 
     def _images(self, group: h5py.Group, path: str) -> Images:
-        data = dataset(group, path)
+        data = self._dataset(group, path)
         kind, offset = frame_kind(data, bgr=self.layout.bgr)
-        self._first.setdefault(path, data)
+        self._note(path, data)
         return Images(kind, data.shape[0], offset)
 
     def _episodes(
@@ -171,13 +187,15 @@ class _Reader:
             flagged = terminal | timeout
             flagged[:-1] |= breaks
             last = np.union1d(np.flatnonzero(flagged), last)
+        else:
+            self.mid_flags += int(np.count_nonzero(terminal[:-1]) + np.count_nonzero(timeout[:-1]))
         return np.diff(last, prepend=-1).astype(np.int64), ~terminal[last]
 
     def _broken_links(self, group: h5py.Group, joints: Sequence[h5py.Dataset], steps: int) -> NDArray[np.bool_]:
         """Tell after which steps the next observation is not the observation of the step that follows."""
         broken = np.zeros(steps - 1, bool)
         for data, path in zip(joints, self.roles.next_joint, strict=False):
-            after = dataset(group, path)
+            after = self._dataset(group, path)
             if data.shape[0] < steps:
                 continue  # reported with the lengths of all
             for start in range(0, steps - 1, _BLOCK_ROWS):
@@ -225,15 +243,10 @@ class _Reader:
             camera = path in images
             source = [s.next_cameras if role.startswith("next ") else s.cameras for s in stretches] if camera else []
             reading = "memory" if not camera else ", ".join(sorted({one[name].kind.reading for one in source}))
-            found.append(Row(role, path, _dtype(data), self._shape(path, data), _storage(data), reading))
+            least, most = self._num_rows[path]
+            shape = [str(least) if least == most else f"{least}..{most}", *map(str, data.shape[1:])]
+            found.append(Row(role, path, _dtype(data), "x".join(shape), _storage(data), reading))
         return found
-
-    def _shape(self, path: str, data: h5py.Dataset) -> str:
-        counts = [data.shape[0]]
-        if len(self.layout.groups) > 1:
-            counts = [dataset(_group(self.root, name), path).shape[0] for name in self.layout.groups]
-        rows = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)}..{max(counts)}"
-        return "x".join([rows, *map(str, data.shape[1:])])
 
     def notes(self, stretches: Sequence[Stretch]) -> list[str]:
         """Return sentences about what a user should know."""
@@ -247,24 +260,13 @@ class _Reader:
             notes.append("no dataset was recognised as joint positions")
         if self.unflagged:
             notes.append(f"{self.unflagged} episodes end without a flag: the next observation is not what follows")
-        if not self.layout.flags_split:
-            flags = self._mid_flags(stretches)
-            if flags:
-                notes.append(f"{flags} flags of ends are set before the last step of an episode, and end nothing")
+        if self.mid_flags:
+            notes.append(f"{self.mid_flags} flags of ends are set before the last step of an episode, and end nothing")
         lost = sum(int((stretch.lengths - stretch.transitions()).sum()) for stretch in stretches)
         if lost:
             notes.append(f"{lost} last steps were cut off without an observation after them: they are no transitions")
         notes += _kind_notes({name: {s.cameras[name].kind for s in stretches} for name in roles.cameras})
         return notes
-
-    def _mid_flags(self, stretches: Sequence[Stretch]) -> int:
-        count = 0
-        for stretch in stretches:
-            group = _group(self.root, stretch.group)
-            for path in (self.roles.terminal, self.roles.timeout):
-                if path is not None:
-                    count += int(np.count_nonzero(np.asarray(dataset(group, path)[()]).reshape(-1)[:-1]))
-        return count
 
 
 def _kind_notes(kinds: dict[str, set[FrameKind]]) -> list[str]:
