@@ -1,6 +1,7 @@
 """Stacks of frames: every frame is kept once, every stack comes back."""
 
 import copy
+import signal
 import struct
 
 import numpy as np
@@ -13,7 +14,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from slipstream import CodecError, EpisodeStore, PackedEpisodeStorage
 from slipstream.replay.frames import FrameLog
-from slipstream.replay.packing import ImageRows, is_stacked
+from slipstream.replay.packing import ImageRows, Where, is_stacked
 from tests.replay.samples import assert_same
 
 SIDE = 40
@@ -238,3 +239,36 @@ def test_images_of_steps_beside_stacks_of_frames_come_back():
     batch = store.get([3, 19])
     assert np.array_equal(batch["goal"], episode["goal"][[3, 19]])
     assert np.array_equal(batch["next_pixels"], episode["pixels"][[4, 20]])
+
+
+def test_stacks_may_be_unpacked_while_the_same_thread_is_unpacking_others():
+    """As a signal handler or a finalizer does, which comes in between."""
+    images = stacked(film(203))
+    packer, rows = packer_of(images), images.reshape(200, -1)
+    sizes, payloads = packer.pack(rows, np.array([200]), 1)
+    segment, row = np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(size) for size in sizes])
+    inner: list[bool] = []
+    inside = False
+
+    def unpacked(chosen):
+        out = np.empty((len(chosen), rows.shape[1]), np.uint8)
+        packer.gather(payloads, Where(segment[chosen], row[chosen]), [out])
+        return np.array_equal(out, rows[chosen])
+
+    def come_between(*_):
+        nonlocal inside
+        if not inside:
+            inside = True
+            inner.append(unpacked(np.arange(100, 200)))
+            inside = False
+
+    before = signal.signal(signal.SIGALRM, come_between)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.004)
+    try:
+        for _ in range(150):
+            assert unpacked(np.arange(100))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(inner) >= 5
+    assert all(inner)

@@ -71,15 +71,15 @@ def own_scratch() -> Iterator[None]:
         _scratch.depth = depth
 
 
-def scratch(slot: str, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+def scratch(slot: str, count: int, dtype: np.dtype[Any], *, limit: int = _SCRATCH_LIMIT_BYTES) -> NDArray[Any]:
     """Return uninitialised memory for `count` items, reused by the next call with the same slot on this thread.
 
     Call it inside `own_scratch`, and be done with the memory before asking for the same slot again. Requests above
-    8 MiB get memory of their own, so that a thread never holds on to more than that per slot.
+    `limit` bytes get memory of their own, so that a thread never holds on to more than that per slot.
     """
     nbytes = count * dtype.itemsize
     depth: int = _scratch.__dict__.get("depth", 0)
-    if nbytes > _SCRATCH_LIMIT_BYTES or not depth:
+    if nbytes > limit or not depth:
         return np.empty(count, dtype)
     buffers: dict[str, NDArray[np.uint8]] = _scratch.levels[depth - 1]
     buffer = buffers.get(slot)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from slipstream.codecs import default_threads, parallel_map
 from slipstream.codecs.entropy import compress_zstd, decompress_into, decompress_zstd
+from slipstream.codecs.words import own_scratch, scratch
 from slipstream.errors import CodecError
 from slipstream.replay.stacks import STACK, STACK_ROWS, Pieces, distinct_frames, find_step, join_stacks, split_stacks
 
@@ -229,10 +230,13 @@ class ImageRows:
             for part, out in zip(parts, outs, strict=True):
                 self._decode([pieces.images[number] for number in part.tolist()], out)
             return
-        distinct = _scratch(len(pieces.images), self.row_bytes // count)
-        self._decode(pieces.images, distinct)
-        for part, out in zip(parts, outs, strict=True):
-            np.take(distinct, part, axis=0, out=out.reshape(len(part), -1), mode="clip")
+        size = self.row_bytes // count
+        with own_scratch():  # new pages would take a fifth of a batch's time
+            memory = scratch("images", len(pieces.images) * size, np.dtype(np.uint8), limit=_SCRATCH_BYTES)
+            distinct = memory.reshape(-1, size)
+            self._decode(pieces.images, distinct)
+            for part, out in zip(parts, outs, strict=True):
+                np.take(distinct, part, axis=0, out=out.reshape(len(part), -1), mode="clip")
 
     def _decode(self, images: Sequence[bytes | memoryview], out: Rows) -> None:
         """Unpack images into the rows of `out`, on several threads.
@@ -288,16 +292,6 @@ def is_stacked(segment: bytes) -> bool:
 
 
 _STACKED = bytes([STACK])
-
-
-def _scratch(rows: int, width: int) -> Rows:
-    """Return memory for what is copied on at once: this thread's own, unless it is large; new pages are slow."""
-    if rows * width > _SCRATCH_BYTES:
-        return np.empty((rows, width), np.uint8)
-    kept: Rows | None = _contexts.__dict__.get("scratch")
-    if kept is None or kept.size < rows * width:
-        kept = _contexts.scratch = np.empty(rows * width, np.uint8)
-    return kept[: rows * width].reshape(rows, width)
 
 
 def _follows(runs: NDArray[np.int64]) -> NDArray[np.bool_]:
