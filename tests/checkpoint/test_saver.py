@@ -66,6 +66,20 @@ def test_the_lz4_command_and_torch_load_read_it_without_us(tmp_path):
     assert torch.load(tmp_path / "plain.pt", weights_only=True)["large"].shape == (3_000_000,)
 
 
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_native_checkpoint_is_packed_or_not_as_asked_and_checked_either_way(tmp_path, compress):
+    state = {"weight": torch.randn(100_000, generator=torch.Generator().manual_seed(0))}
+    with AsyncCheckpointSaver() as saver:
+        path = saver.save_async(state, tmp_path / "c.slip", format="native", compress=compress).result().path
+    assert torch.equal(load_checkpoint(path)["weight"], state["weight"])
+    assert (path.stat().st_size < 0.9 * 400_000) == compress
+    content = bytearray(path.read_bytes())
+    content[200_000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptFileError):
+        load_checkpoint(path)
+
+
 def test_an_uncompressed_checkpoint_is_what_torch_load_reads(tmp_path):
     with AsyncCheckpointSaver() as saver:
         saver.save_async(STATE, tmp_path / "model.pt", compress=False)
