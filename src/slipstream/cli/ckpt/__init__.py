@@ -6,25 +6,17 @@ neither torch nor NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import typer
-
 from slipstream.cli.ckpt import convert, diff, inspect, prune, verify
+from slipstream.cli.groups import command_group
 
-_EXAMPLES: dict[Callable[..., None], str] = {
-    inspect.inspect: "inspect checkpoint_iter_100.slip",
-    verify.verify: "verify runs/walker && echo sound",
-    convert.convert: "convert checkpoint_iter_100.slip policy.pt",
-    diff.diff: "diff before.slip after.pt",
-    prune.prune: "prune runs/walker --keep-last 3 --keep-best reward:max --dry-run",
-}
-
-app = typer.Typer(
-    help="Look into checkpoints, check, convert and compare them, and tidy a folder of them.",
-    epilog="Example: slipstream ckpt inspect checkpoint_iter_100.slip",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+app = command_group(
+    "ckpt",
+    "Look into checkpoints, check, convert and compare them, and tidy a folder of them.",
+    {
+        inspect.inspect: "inspect checkpoint_iter_100.slip",
+        verify.verify: "verify runs/walker && echo sound",
+        convert.convert: "convert checkpoint_iter_100.slip policy.pt",
+        diff.diff: "diff before.slip after.pt",
+        prune.prune: "prune runs/walker --keep-last 3 --keep-best reward:max --dry-run",
+    },
 )
-for _command, _example in _EXAMPLES.items():
-    app.command(epilog=f"Example: slipstream ckpt {_example}")(_command)

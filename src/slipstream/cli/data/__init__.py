@@ -6,25 +6,17 @@ neither torch nor NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import typer
-
 from slipstream.cli.data.ingest import ingest
 from slipstream.cli.data.inspect import inspect
 from slipstream.cli.data.repack import repack
+from slipstream.cli.groups import command_group
 
-_EXAMPLES: dict[Callable[..., None], str] = {
-    inspect: "inspect demos.hdf5",
-    repack: "repack demos.hdf5 fast.hdf5 --compression lz4",
-    ingest: "ingest demos.hdf5 --image-size 224",
-}
-
-app = typer.Typer(
-    help="Look into recorded datasets (HDF5), and make them fast to read.",
-    epilog="Example: slipstream data inspect demos.hdf5",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+app = command_group(
+    "data",
+    "Look into recorded datasets (HDF5), and make them fast to read.",
+    {
+        inspect: "inspect demos.hdf5",
+        repack: "repack demos.hdf5 fast.hdf5 --compression lz4",
+        ingest: "ingest demos.hdf5 --image-size 224",
+    },
 )
-for _command, _example in _EXAMPLES.items():
-    app.command(epilog=f"Example: slipstream data {_example}")(_command)
