@@ -154,19 +154,25 @@ def _split(words: Words) -> Iterator[NDArray[np.uint8]]:
 
 
 def _join(planes: list[NDArray[np.uint8]], out: Words) -> None:
-    """Undo `_split`; a plane of one byte stands for one of as many bytes as there are words."""
+    """Undo `_split`; a plane of one byte stands for one of as many bytes as there are words.
+
+    NumPy widens what it shifts and joins a few thousand words at a time, in the fastest cache: half as many passes over
+    memory as widening first.
+    """
     width = out.dtype.itemsize
     if width == 1:
         out[:] = planes[0]
         return
-    half = scratch(f"half {width}", out.size, np.dtype(f"u{width // 2}"))
-    lower = scratch(f"upper {width}", out.size, out.dtype)
-    _join(planes[width // 2 :], half)
-    np.copyto(out, half)
-    np.left_shift(out, 4 * width, out=out)
-    _join(planes[: width // 2], half)
-    np.copyto(lower, half)
-    np.bitwise_or(out, lower, out=out)
+
+    def half_of(some: list[NDArray[np.uint8]]) -> Words:
+        if width == 2:
+            return some[0]
+        half = scratch(f"half {width}", out.size, np.dtype(f"u{width // 2}"))
+        _join(some, half)
+        return half
+
+    np.left_shift(half_of(planes[width // 2 :]), 4 * width, out=out, dtype=out.dtype)
+    np.bitwise_or(out, half_of(planes[: width // 2]), out=out)
 
 
 def _add_plane(plane: NDArray[np.uint8], level: int, pieces: list[bytes]) -> None:
