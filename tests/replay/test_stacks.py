@@ -100,6 +100,18 @@ def test_segments_of_stacks_and_of_other_images_are_read_together():
     assert np.array_equal(np.concatenate(outs), both[wanted])
 
 
+def test_stacks_that_repeat_other_numbers_of_planes_are_read_together():
+    """A camera of three colours that shows black for a while: there, one plane is new in each stack, else three."""
+    images = stacked(film(60, planes=3))
+    dark, others = np.zeros_like(images[:40]), film(40, 5, planes=12)
+    log = log_of(images, [57])
+    for more in (dark, others):
+        log.append([more.reshape(40, -1)], np.array([40]))
+    both = np.concatenate([images, dark, others]).reshape(137, -1)
+    wanted = np.random.default_rng(0).permutation(137)
+    assert np.array_equal(log.fetch(log.locate(0, wanted)), both[wanted])
+
+
 def damaged(payload):
     """Yield a segment with every kind of lie in its head."""
     rows, frames = struct.unpack_from("<HH", payload, 2)

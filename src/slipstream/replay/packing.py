@@ -29,7 +29,15 @@ from slipstream.codecs import default_threads, parallel_map
 from slipstream.codecs.entropy import compress_zstd, decompress_into, decompress_zstd
 from slipstream.codecs.words import own_scratch, scratch
 from slipstream.errors import CodecError
-from slipstream.replay.stacks import STACK, STACK_ROWS, Pieces, distinct_frames, find_step, join_stacks, split_stacks
+from slipstream.replay.stacks import (
+    STACK_ROWS,
+    Pieces,
+    distinct_frames,
+    find_step,
+    frames_of_stack,
+    join_stacks,
+    split_stacks,
+)
 
 Rows = NDArray[np.uint8]
 """``[rows, bytes of a row]``."""
@@ -201,17 +209,18 @@ class ImageRows:
         Raises:
             CodecError: If a segment is damaged.
         """
-        stacked = np.array([self.jpeg is None and is_stacked(segment) for segment in segments])
-        if not stacked.any():
+        kinds = np.array([frames_of_stack(segment) if self.jpeg is None else 0 for segment in segments])
+        distinct = np.unique(kinds).tolist()
+        if distinct == [0]:
             self._unpack(Pieces(segments, where.segment[:, None]), outs)
             return
-        if stacked.all():
+        if len(distinct) == 1:
             self._unpack(split_stacks(segments, where.segment, where.row), outs)
             return
         whole = np.empty((len(where.row), self.row_bytes), np.uint8)
-        for kind in (False, True):
-            chosen = np.flatnonzero(stacked == kind)
-            mine = np.flatnonzero(stacked[where.segment] == kind)
+        for kind in distinct:  # what was packed together was looked at on its own, and other frames may repeat in it
+            chosen = np.flatnonzero(kinds == kind)
+            mine = np.flatnonzero(kinds[where.segment] == kind)
             part = Where(np.searchsorted(chosen, where.segment[mine]), where.row[mine])
             some = np.empty((len(mine), self.row_bytes), np.uint8)
             self.gather([segments[number] for number in chosen.tolist()], part, [some])
@@ -288,10 +297,7 @@ _FRAME, _LINES = 1, 2
 
 def is_stacked(segment: bytes) -> bool:
     """Tell whether a segment holds stacks, which have frames in common with those before and after them."""
-    return segment[:1] == _STACKED
-
-
-_STACKED = bytes([STACK])
+    return frames_of_stack(segment) > 0
 
 
 def _follows(runs: NDArray[np.int64]) -> NDArray[np.bool_]:
