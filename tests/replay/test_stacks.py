@@ -112,6 +112,25 @@ def test_stacks_that_repeat_other_numbers_of_planes_are_read_together():
     assert np.array_equal(log.fetch(log.locate(0, wanted)), both[wanted])
 
 
+@pytest.mark.parametrize("steps", [8, 40], ids=["not packed yet", "packed"])
+def test_a_batch_of_nothing_is_empty(steps):
+    images = stacked(film(steps + 4))
+    store = EpisodeStore(max_frames=100)
+    store.add({"pixels": images, "action": np.zeros((steps, 2), np.float32)})
+    assert {name: values.shape for name, values in store.get([]).items()} == {
+        "pixels": (0, 4, SIDE, SIDE),
+        "next_pixels": (0, 4, SIDE, SIDE),
+        "action": (0, 2),
+    }
+    storage = PackedEpisodeStorage(100)
+    now, after = torch.from_numpy(images[:-1]), torch.from_numpy(images[1:])
+    rows = TensorDict({"pixels": now, "next": {"pixels": after, "v": torch.rand(steps, 3)}}, [steps])
+    storage.set(range(steps), rows)
+    for nothing in (torch.zeros(0, dtype=torch.int64), slice(3, 3), torch.zeros(steps, dtype=torch.bool)):
+        assert_same(storage.get(nothing), rows[nothing])
+        assert_same(storage[nothing], rows[nothing])
+
+
 def damaged(payload):
     """Yield a segment with every kind of lie in its head."""
     rows, frames = struct.unpack_from("<HH", payload, 2)

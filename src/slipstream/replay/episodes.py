@@ -541,6 +541,8 @@ class EpisodeStore:
         layout, log, packed = found.layout, found.log, found.packed
         whole = bool(packed.all())
         batch = _outputs(layout, len(packed), out)
+        if not len(packed):
+            return batch
         for column, located in enumerate(found.located):
             fields = [field for field in layout.fields.values() if field.column == column]
             if column != VECTORS and whole:

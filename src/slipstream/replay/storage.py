@@ -579,6 +579,8 @@ class _Reading:
         """Return one tensor of these steps."""
         if leaf.kind == "column":
             return leaf.tensor(self._columns[leaf.key]).reshape((*self._shape, *leaf.shape)).to(device)
+        if not len(self._packed):
+            return torch.empty((*self._shape, *leaf.shape), dtype=leaf.torch_dtype, device=device)
         raw = self._raw.get(repr(leaf.key))
         if raw is None:
             values = self._values(leaf)
