@@ -217,16 +217,16 @@ class ImageRows:
         if len(distinct) == 1:
             self._unpack(split_stacks(segments, where.segment, where.row), outs)
             return
-        whole = np.empty((len(where.row), self.row_bytes), np.uint8)
+        starts = np.cumsum([0, *(len(out) for out in outs)])
         for kind in distinct:  # what was packed together was looked at on its own, and other frames may repeat in it
             chosen = np.flatnonzero(kinds == kind)
             mine = np.flatnonzero(kinds[where.segment] == kind)
             part = Where(np.searchsorted(chosen, where.segment[mine]), where.row[mine])
             some = np.empty((len(mine), self.row_bytes), np.uint8)
             self.gather([segments[number] for number in chosen.tolist()], part, [some])
-            whole[mine] = some
-        for rows, out in zip(np.split(whole, np.cumsum([len(out) for out in outs])[:-1]), outs, strict=True):
-            out[:] = rows
+            cuts = np.searchsorted(mine, starts).tolist()
+            for out, start, (low, high) in zip(outs, starts.tolist(), itertools.pairwise(cuts), strict=False):
+                out[mine[low:high] - start] = some[low:high]
 
     def _unpack(self, pieces: Pieces, outs: Sequence[Rows]) -> None:
         """Unpack every image once: straight into place, or, if many are wanted twice, aside and copied from there."""
