@@ -81,10 +81,13 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
     def replay(name: str, column: str) -> str:
         return tables.cell("replay", name, column)
 
+    def stacks(name: str) -> str:
+        return tables.cell("replay", name, "of Lazy", under="stacks of four")
+
     def images(name: str, stored: str = "CPU ms") -> str:
         return tables.cell("datasets", name, stored)
 
-    ours = "slipstream native, guarded"
+    ours, plain, lost = "slipstream native, guarded", "slipstream native, not packed", "training time lost ms"
 
     def same(*names: str) -> dict[str, str]:
         return {name: name for name in names}
@@ -96,6 +99,12 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
             peers(lambda row: saver(row, "stall ms"), same("torch_checkpointing", "Lightning", "torch.save"), " ms"),
             "checkpoint",
         ),
+        (
+            "Training time it costs, packed and not packed",
+            f"{saver(ours, lost)} and {saver(plain, lost)} ms",
+            peers(lambda row: saver(row, lost), same("torch_checkpointing", "Lightning", "torch.save"), " ms"),
+            "checkpoint",
+        ),
         ("Its size, of raw", packed("slipstream"), peers(packed, same("pcodec", "ZipNN", "zstd-3")), "checkpoint"),
         (
             "Ten of them a step apart, of raw",
@@ -105,7 +114,7 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
         ),
         (
             "Loading it, packed and not packed",
-            f"{saver(ours, 'load ms')} and {saver('slipstream native, not packed', 'load ms')} ms",
+            f"{saver(ours, 'load ms')} and {saver(plain, 'load ms')} ms",
             peers(lambda row: saver(row, "load ms"), {"torch.load": "torch.save", "Orbax": "Orbax"}, " ms"),
             "checkpoint",
         ),
@@ -125,6 +134,12 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
             "Its batch of 256, CPU time",
             f"{replay('slipstream', 'CPU ms')} ms",
             peers(lambda row: replay(row, "CPU ms"), same("LazyTensorStorage", "CompressedListStorage"), " ms"),
+            "replay",
+        ),
+        (
+            "Stacked camera frames, memory of LazyTensorStorage's",
+            stacks("slipstream"),
+            peers(stacks, {"cpprb": "cpprb, next and frames", "CompressedListStorage": "CompressedListStorage"}),
             "replay",
         ),
         (

@@ -136,7 +136,7 @@ class AsyncCheckpointSaver:
                 that can be pickled.
             path: The file; ``.lz4`` is added for compressed ``pt``.
             compress: Whether to pack it: into LZ4 frames, or tensor by tensor in a ``native`` file. Unpacked costs
-                training least and loads fastest.
+                training least and loads faster.
             metadata: Plain values saved along; in a ``pt`` file under the key ``metadata`` of the checkpoint.
             format: ``pt`` is what ``torch.load`` reads; ``native`` is smaller, checked, and can be read in part.
 
