@@ -456,6 +456,21 @@ def test_sigterm_while_the_main_thread_is_blocked_on_a_full_queue_loses_nothing(
     assert saved(folder).endswith((tmp_path / "count").read_text())
 
 
+def test_sigterm_ends_a_process_that_goes_on_submitting_and_loses_nothing_it_accepted(tmp_path):
+    script = """
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        worker = Worker(max_queue_size=2)
+        for number in range(300):
+            worker.submit(slow, f"{number:03d}")
+            Path(folder.parent / "count").write_text(f"{number:03d}")
+    """
+    folder = tmp_path / "out"
+    folder.mkdir()
+    assert run(script, folder).returncode == -signal.SIGTERM
+    assert saved(folder).endswith((tmp_path / "count").read_text())
+    assert len(list(folder.iterdir())) < 200
+
+
 def test_a_handler_that_was_there_is_called_after_draining(tmp_path):
     script = """
         def mine(number, frame):

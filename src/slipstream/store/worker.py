@@ -9,7 +9,8 @@ Nothing queued is lost without a word:
 * *Normal exit, ``sys.exit``, an unhandled exception, Ctrl-C*: a watching thread sees the main thread end and drains
   all queues before the interpreter goes away.
 * *SIGTERM, SIGHUP, and SIGINT if it would kill*: the queues are drained by a thread of their own, and then the process
-  dies of that signal as it would have without us; a second signal ends it at once. Where a handler was installed
+  dies of that signal as it would have without us; whoever submits more meanwhile waits for that, because it would be
+  lost; a second signal ends it at once. Where a handler was installed
   before, it is called after draining. Signals that are ignored stay ignored.
 * *Failure of a job*: kept, with its traceback, until its handle is asked, or else raised by the next call or by
   `close`, or else logged at exit.
@@ -226,7 +227,10 @@ class Worker:
         if self._on_full is not None and self.queue_size >= self.max_queue_size and not self._closed:
             self._on_full()
         with _background.changed:
-            while not self._closed and self.queue_size >= self.max_queue_size:
+            while not self._closed and (_background.dying or self.queue_size >= self.max_queue_size):
+                if _background.dying:  # of a signal, once all that was accepted is done: no more of it
+                    _background.changed.wait()
+                    continue
                 spare = next((job for job in self._waiting if job.handle.cancelled()), None)
                 if spare is None and self.policy == "raise":
                     raise QueueFullError(f"{self.name}: the queue is full with {self.max_queue_size} jobs")
@@ -321,6 +325,7 @@ class _Background:
         self.failed: list[Handle[Any]] = []
         self.thread: threading.Thread | None = None
         self.drained = False
+        self.dying = False
 
     def is_current_thread(self) -> bool:
         """Tell whether the caller is a background job."""
@@ -452,7 +457,7 @@ _handling: dict[int, int] = {}
 
 def _install_signal_handlers() -> None:
     """Take over the signals that would end the process before the queues are drained; main thread only."""
-    if threading.current_thread() is not threading.main_thread():
+    if _background.dying or threading.current_thread() is not threading.main_thread():
         return
     for number in _SIGNALS:
         current = signal.getsignal(number)
@@ -474,6 +479,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     previous = before[-1 - depth]
     if not callable(previous):
         # Return at once, so that the main thread lets go of whatever lock it holds; a second signal finds the default.
+        _background.dying = True
         signal.signal(number, previous)
         _thread.start_new_thread(_drain_and_die, (number,))
         return
@@ -487,6 +493,12 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _drain_and_die(number: int) -> None:
-    if not _background.drain(_DRAIN_ON_SIGNAL_S):
+    drained = _background.drain(_DRAIN_ON_SIGNAL_S)
+    if not drained:
         logger.error("background jobs are not done %s s after signal %s", _DRAIN_ON_SIGNAL_S, number)
-    os.kill(os.getpid(), number)
+    with _background.changed:  # so that nothing is accepted between the last look and the end
+        _background.changed.wait_for(
+            lambda: not any(worker._unfinished() for worker in list(_background.workers)),
+            _DRAIN_ON_SIGNAL_S if drained else 0,
+        )
+        os.kill(os.getpid(), number)
