@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from slipstream import CodecError, EpisodeStore, PackedEpisodeStorage
 from slipstream.replay.frames import FrameLog
-from slipstream.replay.packing import ImageRows, Where, is_stacked
+from slipstream.replay.packing import ImageRows, Where
 from tests.replay.samples import assert_same
 
 SIDE = 40
@@ -77,7 +77,7 @@ def test_what_repeats_now_and_then_only_comes_back_too():
     images = stacked(film(120))
     images = np.concatenate([images[:10], images[40:60], images[61:90], images[89:]])
     log = log_of(images, [len(images)])
-    assert is_stacked(log.locate(0, np.array([0])).payloads[0])
+    assert log.locate(0, np.array([0])).stacked
     assert np.array_equal(log.fetch(log.locate(0, np.arange(len(images)))).reshape(images.shape), images)
 
 

@@ -72,7 +72,7 @@ def decompress_zstd(frame: memoryview, size: int) -> bytes:
     if claimed != size:
         raise CodecError(f"zstd frame claims {claimed} bytes of content, expected {size}")
     try:
-        content = _decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        content = decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CodecError(f"zstd frame is damaged ({error})") from error
     if len(content) != size:
@@ -92,7 +92,7 @@ def decompress_into(out: memoryview, frames: Sequence[bytes | memoryview], size:
     Raises:
         CodecError: if a frame is damaged, of another size, or followed by anything else.
     """
-    unpack, claimed = _decompressor().decompress, zstandard.frame_content_size
+    unpack, claimed = decompressor().decompress, zstandard.frame_content_size
     place = 0
     try:
         for frame in frames:
@@ -105,7 +105,8 @@ def decompress_into(out: memoryview, frames: Sequence[bytes | memoryview], size:
         raise CodecError(f"zstd frame is damaged ({error})") from error
 
 
-def _decompressor() -> zstandard.ZstdDecompressor:
+def decompressor() -> zstandard.ZstdDecompressor:
+    """Return this thread's decompressor."""
     context: zstandard.ZstdDecompressor | None = _contexts.__dict__.get("decompressor")
     if context is None:
         context = _contexts.decompressor = zstandard.ZstdDecompressor()

@@ -97,9 +97,6 @@ class RowLayout:
     def __init__(self, fields: Sequence[Field], packers: Sequence[RowPacker]) -> None:
         self.fields = {field.name: field for field in fields}
         self.packers = list(packers)
-        ends = [field.stop for field in fields if field.column == VECTORS and field.of_frames]
-        self.frame_bytes = max(ends, default=0)
-        """How many bytes of a row of vectors belong to frames; those of steps follow."""
 
     @classmethod
     def plan(cls, specs: Sequence[Spec], packing: Packing) -> RowLayout:

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from slipstream.codecs import default_threads, parallel_map
 from slipstream.errors import OutOfRangeError, ReplayError
-from slipstream.replay.packing import ImageRows, PackedColumn, RowPacker, Rows, VectorRows, Where, is_stacked
+from slipstream.replay.packing import ImageRows, PackedColumn, RowPacker, Rows, VectorRows, Where
 from slipstream.replay.prefix_sum import PrefixSum
+from slipstream.replay.stacks import frames_of_stack
 
 Frames = NDArray[np.int64]
 _PARALLEL_BYTES = 8 << 20
@@ -76,7 +77,7 @@ class Located:
     @property
     def stacked(self) -> bool:
         """Whether some have frames in common with those before and after them, so that reading both at once pays."""
-        return any(map(is_stacked, self.payloads))
+        return any(map(frames_of_stack, self.payloads))
 
 
 class SegmentCache:
@@ -254,8 +255,8 @@ class FrameLog:
 
         Args:
             located: From `locate`.
-            outs: Memory of ``[frames, bytes]`` to read into, one array for vectors, with as many bytes of each row as
-                are wanted, and any number of them for images, one after another; by default one of whole rows.
+            outs: Memory of ``[frames, bytes of a row]`` to read into: one array for vectors, any number of them for
+                images, one after another; by default one in memory of its own.
 
         Raises:
             CodecError: If what is stored is damaged.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -26,7 +25,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from slipstream.codecs import default_threads, parallel_map
-from slipstream.codecs.entropy import compress_zstd, decompress_into, decompress_zstd
+from slipstream.codecs.entropy import compress_zstd, decompress_into, decompress_zstd, decompressor
 from slipstream.codecs.words import own_scratch, scratch
 from slipstream.errors import CodecError
 from slipstream.replay.stacks import (
@@ -53,8 +52,6 @@ _CACHED_BYTES = 1 << 20
 _SCRATCH_BYTES = 16 << 20
 _PARALLEL_IMAGE_BYTES = 64 << 10
 _LINES_BYTES = 16 << 10
-
-_contexts = threading.local()
 
 
 @dataclass(frozen=True)
@@ -116,10 +113,7 @@ class VectorRows:
             CodecError: If a segment is damaged.
         """
         lengths = [size * self.row_bytes for size in sizes]
-        context: zstandard.ZstdDecompressor | None = _contexts.__dict__.get("decompressor")
-        if context is None:
-            context = _contexts.decompressor = zstandard.ZstdDecompressor()
-        unpack = context.decompress
+        unpack = decompressor().decompress
         try:
             segments = [
                 payload if len(payload) == length else unpack(payload, length, allow_extra_data=False)
@@ -139,7 +133,7 @@ class VectorRows:
                 raise CodecError(f"a packed segment claims {_claimed_bytes(payload)} bytes, expected {length}")
 
     def gather(self, segments: Sequence[bytes], sizes: NDArray[np.int64], where: Where, out: Rows) -> None:
-        """Copy the first bytes of rows, as many as `out` has, out of decoded segments."""
+        """Copy rows out of decoded segments."""
         place = np.empty(len(sizes), np.int64)
         for size in np.unique(sizes).tolist() if self.row_bytes else ():
             chosen = np.flatnonzero(sizes == size)
@@ -147,7 +141,7 @@ class VectorRows:
             joined = b"".join([segments[number] for number in chosen.tolist()])
             block = np.frombuffer(joined, np.uint8).reshape(len(chosen), self.row_bytes, size)
             mine = np.flatnonzero(sizes[where.segment] == size)
-            out[mine] = block[place[where.segment[mine]], : out.shape[1], where.row[mine]]
+            out[mine] = block[place[where.segment[mine]], :, where.row[mine]]
 
 
 @dataclass(frozen=True)
@@ -293,11 +287,6 @@ RowPacker = VectorRows | ImageRows
 """How the rows of one column are packed and read."""
 
 _FRAME, _LINES = 1, 2
-
-
-def is_stacked(segment: bytes) -> bool:
-    """Tell whether a segment holds stacks, which have frames in common with those before and after them."""
-    return frames_of_stack(segment) > 0
 
 
 def _follows(runs: NDArray[np.int64]) -> NDArray[np.bool_]:

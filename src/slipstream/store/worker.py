@@ -10,8 +10,8 @@ Nothing queued is lost without a word:
   all queues before the interpreter goes away.
 * *SIGTERM, SIGHUP, and SIGINT if it would kill*: the queues are drained by a thread of their own, and then the process
   dies of that signal as it would have without us; whoever submits more meanwhile waits for that, because it would be
-  lost; a second signal ends it at once. Where a handler was installed
-  before, it is called after draining. Signals that are ignored stay ignored.
+  lost; a second signal ends it at once. Where a handler was installed before, it is called after draining. Signals
+  that are ignored stay ignored.
 * *Failure of a job*: kept, with its traceback, until its handle is asked, or else raised by the next call or by
   `close`, or else logged at exit.
 * *Fork*: the child starts with empty queues; the jobs stay with the parent.
