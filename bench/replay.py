@@ -270,6 +270,7 @@ def measure(name: str, workload: Workload, connection: Connection) -> None:
     """Fill one contender, and sample from it whenever it is asked to; runs in a process of its own."""
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     fill, share = CONTENDERS[name]
+    tempfile.tempdir = str(workload.path.parent)  # which is deleted at the end
     try:
         warm_up(workload)
         limit = max(4 * BATCH, int(workload.num_steps * share))

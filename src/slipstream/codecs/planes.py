@@ -8,6 +8,9 @@ A float is sign, exponent and mantissa. Its exponent is nearly free, its mantiss
 4. *shift*: the leading zero bits that leaves are shifted out, so that the top byte holds the few exponent bits in use
    **and** the leading mantissa bits, whose slight skew an entropy coder can then use;
 5. *split* into byte planes, each stored, constant or entropy-coded.
+
+Where the lower halves of words are noise, as those of floats are as a rule, they are stored as they are, and all of the
+above is done to the upper halves alone: words half as wide, and hardly anything to put together again.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.codecs.base import Layout, WordCodec
-from slipstream.codecs.entropy import check_level, pack_plane, unpack_plane
+from slipstream.codecs.entropy import STORED, check_level, is_noise, pack_plane, unpack_plane
 from slipstream.codecs.words import Words, rotate_left, rotate_right, scratch
 from slipstream.errors import CodecError
 
@@ -29,8 +32,9 @@ BLOCK_BYTES = 1 << 20
 
 _BLOCK_HEADER = struct.Struct("<BBB")
 _PLANE_HEADER = struct.Struct("<I")
-_ROTATED, _KEEPS_ZERO, _SPARSE = 1, 2, 4
+_ROTATED, _KEEPS_ZERO, _SPARSE, _HALVED = 1, 2, 4, 8
 _SPARSE_FROM = 0.25
+_SAMPLE = 4 << 10
 _BYTES = np.dtype(np.uint8)
 
 
@@ -114,7 +118,10 @@ def _pack_block(words: Words, rotate: bool, squeeze: bool, level: int, pieces: l
     if words.size - np.count_nonzero(mask) >= _SPARSE_FROM * words.size:
         flags |= _SPARSE
         words = words[mask]
-    if width > 1 and (rotate or squeeze) and words.size:
+    halved = _is_halved(words, rotate, squeeze, level)
+    if halved:
+        flags |= _HALVED
+    elif width > 1 and (rotate or squeeze) and words.size:
         work = scratch("work", words.size, words.dtype)
         if rotate:
             flags |= _ROTATED
@@ -126,13 +133,38 @@ def _pack_block(words: Words, rotate: bool, squeeze: bool, level: int, pieces: l
             flags |= _KEEPS_ZERO if keeps_zero else 0
             shift = (8 * width - int(work.max()).bit_length()) % (8 * width)
             if shift:
-                np.left_shift(work, shift, out=work)
+                np.multiply(work, 1 << shift, out=work)  # as a shift to the left, and faster
         words = work
     pieces.append(_BLOCK_HEADER.pack(flags, base, shift))
     if flags & _SPARSE:
         _add_plane(np.packbits(mask), level, pieces)
+    if halved:
+        half = _half(words)
+        np.copyto(half, words, casting="unsafe")
+        pieces += (_PLANE_HEADER.pack(STORED << 24 | half.nbytes), half.tobytes())
+        np.right_shift(words, 4 * width, out=half, casting="unsafe")
+        _pack_block(half, rotate, squeeze, level, pieces)
+        return
     for plane in _split(words):
         _add_plane(plane, level, pieces)
+
+
+def _is_halved(words: Words, rotate: bool, squeeze: bool, level: int) -> bool:
+    """Tell whether the lower halves of words are noise, and the upper ones wide enough to be coded alone."""
+    width = words.dtype.itemsize
+    if width < 4 or not words.size:
+        return False
+    if squeeze and not rotate and int(words.max()) >> (8 * width - 8) == 0:
+        return False  # after the shift, the top byte would take some bits of the lower half
+    start = max(0, (words.size - _SAMPLE) // 2)
+    sample = words[start : start + _SAMPLE].view(np.uint8).reshape(-1, width)
+    return all(is_noise(np.ascontiguousarray(sample[:, place]), level) for place in reversed(range(width // 2)))
+
+
+def _half(words: Words) -> Words:
+    """Return memory for half of each word."""
+    width = words.dtype.itemsize
+    return scratch(f"half {width}", words.size, np.dtype(f"u{width // 2}"))
 
 
 def _split(words: Words) -> Iterator[NDArray[np.uint8]]:
@@ -144,7 +176,7 @@ def _split(words: Words) -> Iterator[NDArray[np.uint8]]:
     if width == 1:
         yield words
         return
-    half = scratch(f"half {width}", words.size, np.dtype(f"u{width // 2}"))
+    half = _half(words)
     np.copyto(half, words, casting="unsafe")
     yield from _split(half)
     shifted = scratch(f"upper {width}", words.size, words.dtype)
@@ -167,7 +199,7 @@ def _join(planes: list[NDArray[np.uint8]], out: Words) -> None:
     def half_of(some: list[NDArray[np.uint8]]) -> Words:
         if width == 2:
             return some[0]
-        half = scratch(f"half {width}", out.size, np.dtype(f"u{width // 2}"))
+        half = _half(out)
         _join(some, half)
         return half
 
@@ -183,10 +215,8 @@ def _add_plane(plane: NDArray[np.uint8], level: int, pieces: list[bytes]) -> Non
 def _rebase(work: Words) -> tuple[int, bool]:
     """Subtract the smallest top byte in place; returns it, and whether words with a zero top byte were left alone."""
     top_shift = 8 * work.dtype.itemsize - 8
-    tops_wide = scratch("carry", work.size, work.dtype)
-    np.right_shift(work, top_shift, out=tops_wide)
     tops = scratch("plane", work.size, _BYTES)
-    np.copyto(tops, tops_wide, casting="unsafe")
+    np.right_shift(work, top_shift, out=tops, casting="unsafe")
     base = int(tops.min())
     if base:
         np.subtract(work, base << top_shift, out=work)
@@ -195,10 +225,17 @@ def _rebase(work: Words) -> tuple[int, bool]:
     base = int(tops.min())
     if base in (0, 255):
         return 0, False
-    np.minimum(tops_wide, 1, out=tops_wide)
-    np.multiply(tops_wide, base << top_shift, out=tops_wide)
-    np.subtract(work, tops_wide, out=work)
+    np.subtract(work, _where_top(work, base), out=work)
     return base, True
+
+
+def _where_top(words: Words, base: int) -> Words:
+    """Return `base` in the top byte wherever a word has a top byte that is not zero, and zero elsewhere."""
+    top_shift = 8 * words.dtype.itemsize - 8
+    has_top = np.greater_equal(words, 1 << top_shift, out=scratch("plane", words.size, np.dtype(np.bool_)))
+    given: Words = scratch("carry", words.size, words.dtype)
+    np.multiply(has_top.view(np.uint8), base << top_shift, out=given, dtype=words.dtype)
+    return given
 
 
 def _unpack_block(payload: memoryview, position: int, out: Words) -> int:
@@ -207,22 +244,40 @@ def _unpack_block(payload: memoryview, position: int, out: Words) -> int:
     if end > len(payload):
         raise CodecError(f"payload of {len(payload)} bytes ends inside a block header")
     flags, base, shift = _BLOCK_HEADER.unpack(payload[position:end])
-    if shift >= 8 * width or flags & ~(_ROTATED | _KEEPS_ZERO | _SPARSE):
+    if flags & _HALVED and width > 1:
+        known = not (flags & ~(_HALVED | _SPARSE) or base or shift)
+    else:
+        known = not flags & ~(_ROTATED | _KEEPS_ZERO | _SPARSE) and shift < 8 * width
+    if not known:
         raise CodecError(f"block header has flags {flags} and shift {shift}, which this codec does not write")
     words = out
     if flags & _SPARSE:
         bits, end = _next_plane(payload, end, -(-out.size // 8))
         mask = np.unpackbits(np.broadcast_to(bits, -(-out.size // 8)), count=out.size).view(np.bool_)
         words = scratch("work", int(np.count_nonzero(mask)), out.dtype)
-    planes: list[NDArray[np.uint8]] = []
-    for _ in range(width):
-        plane, end = _next_plane(payload, end, words.size)
-        planes.append(plane)
-    _join(planes, words)
-    _restore(words, flags, base, shift)
+    if flags & _HALVED:
+        end = _unpack_halves(payload, end, words)
+    else:
+        planes: list[NDArray[np.uint8]] = []
+        for _ in range(width):
+            plane, end = _next_plane(payload, end, words.size)
+            planes.append(plane)
+        _join(planes, words)
+        _restore(words, flags, base, shift)
     if flags & _SPARSE:
         out.fill(0)
         out[mask] = words
+    return end
+
+
+def _unpack_halves(payload: memoryview, position: int, out: Words) -> int:
+    plane, end = _next_plane(payload, position, out.nbytes // 2)
+    half = _half(out)
+    lower = scratch(f"lower {out.dtype.itemsize}", out.size, half.dtype)
+    np.copyto(lower.view(np.uint8), plane)  # to where words may be read fast
+    end = _unpack_block(payload, end, half)
+    np.left_shift(half, 4 * out.dtype.itemsize, out=out, dtype=out.dtype)
+    np.bitwise_or(out, lower, out=out)
     return end
 
 
@@ -244,11 +299,7 @@ def _restore(out: Words, flags: int, base: int, shift: int) -> None:
     if shift:
         np.right_shift(out, shift, out=out)
     if base and flags & _KEEPS_ZERO:
-        tops = scratch("carry", out.size, out.dtype)
-        np.right_shift(out, top_shift, out=tops)
-        np.minimum(tops, 1, out=tops)
-        np.multiply(tops, base << top_shift, out=tops)
-        np.add(out, tops, out=out)
+        np.add(out, _where_top(out, base), out=out)
     elif base:
         np.add(out, base << top_shift, out=out)
     if flags & _ROTATED:

@@ -91,18 +91,18 @@ def scratch(slot: str, count: int, dtype: np.dtype[Any], *, limit: int = _SCRATC
 def rotate_left(words: Words, out: Words) -> None:
     """Move the sign bit to the bottom, so that a float's exponent fills the top byte."""
     if words.size and int(words.max()) >> (words.dtype.itemsize * 8 - 1) == 0:  # no sign: one pass instead of three
-        np.left_shift(words, 1, out=out)
+        np.add(words, words, out=out)
         return
     carry = scratch("carry", words.size, words.dtype)
     np.right_shift(words, words.dtype.itemsize * 8 - 1, out=carry)
-    np.left_shift(words, 1, out=out)
+    np.add(words, words, out=out)  # as a shift to the left, and faster
     np.bitwise_or(out, carry, out=out)
 
 
 def rotate_right(words: Words, out: Words) -> None:
     """Undo `rotate_left`."""
     carry = scratch("carry", words.size, words.dtype)
-    np.left_shift(words, words.dtype.itemsize * 8 - 1, out=carry)
+    np.multiply(words, 1 << (words.dtype.itemsize * 8 - 1), out=carry)
     np.right_shift(words, 1, out=out)
     np.bitwise_or(out, carry, out=out)
 
