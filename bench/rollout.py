@@ -199,10 +199,8 @@ def openzl() -> Contender:
     return each("OpenZL", encode, decode)
 
 
-def ours(name: str, *, verify: bool) -> Contender:
-    """Our rollout file, on a file system in memory; how to pack each array is found out once, as a storage does."""
-    folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-    path = Path(tempfile.mkdtemp(dir=folder)) / "rollout.slip"
+def ours(name: str, path: Path, *, verify: bool) -> Contender:
+    """Our rollout file; how to pack each array is found out once, as a storage does."""
     codecs: dict[str, Codec] = {}
     return Contender(
         name,
@@ -223,13 +221,13 @@ def torch_save() -> Contender:
     return Contender("torch.save", save, lambda packed: torch.load(io.BytesIO(packed), weights_only=True))
 
 
-def contenders() -> dict[str, Callable[[], Contender]]:
-    """Return who takes part, by name."""
+def contenders(path: Path) -> dict[str, Callable[[], Contender]]:
+    """Return who takes part, by name; who needs a file writes this one."""
     zstd3 = (zstandard.ZstdCompressor(level=3).compress, zstandard.ZstdDecompressor().decompress)
     lz4_9 = (functools.partial(lz4.frame.compress, compression_level=9), lz4.frame.decompress)
     return {
-        "slipstream": lambda: ours("slipstream", verify=False),
-        "slipstream, checked": lambda: ours("slipstream, each chunk checked (as it is saved)", verify=True),
+        "slipstream": lambda: ours("slipstream", path, verify=False),
+        "slipstream, checked": lambda: ours("slipstream, each chunk checked (as it is saved)", path, verify=True),
         "lz4": lambda: pickled("pickle + LZ4-9", *lz4_9),
         "zstd": lambda: pickled("pickle + zstd-3", *zstd3),
         "blosc2": blosc2,
@@ -249,12 +247,12 @@ def check_same(batch: TensorDict, decoded: Any) -> None:
             raise ValueError(f"{key} did not come back as it was")
 
 
-def run_alone(name: str, batch: TensorDict, repetitions: int, answer: Connection) -> None:
+def run_alone(name: str, batch: TensorDict, repetitions: int, path: Path, answer: Connection) -> None:
     """Measure one contender; runs in a process of its own."""
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # one core, so that our threads gain nothing either
     try:
-        contender = contenders()[name]()
+        contender = contenders(path)[name]()
     except ImportError as error:
         answer.send(f"{name} ({error})")
         return
@@ -278,20 +276,24 @@ def table(title: str, batch: TensorDict, repetitions: int, left_out: list[str]) 
     """Measure everyone on one batch."""
     raw = sum(value.nbytes for value in batch.values(include_nested=True, leaves_only=True))
     rows = []
-    for name in contenders():
-        receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(target=run_alone, args=(name, batch, repetitions, sender))
-        process.start()
-        sender.close()
-        try:
-            result = receiver.recv()
-        except EOFError:
-            result = f"{name} (failed)"
-        process.join()
-        if isinstance(result, str):
-            left_out.append(result)
-        else:
-            rows.append(result)
+    fork = multiprocessing.get_context("fork")
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
+        path = Path(folder) / "rollout.slip"
+        for name in contenders(path):
+            receiver, sender = fork.Pipe(duplex=False)
+            process = fork.Process(target=run_alone, args=(name, batch, repetitions, path, sender))
+            process.start()
+            sender.close()
+            try:
+                result = receiver.recv()
+            except EOFError:
+                result = f"{name} (failed)"
+            process.join()
+            if isinstance(result, str):
+                left_out.append(result)
+            else:
+                rows.append(result)
     lines = [
         f"**{title}** ({raw / 1e6:.1f} MB, {int(batch['next', 'done'].sum())} episodes end in it)",
         "",
@@ -404,7 +406,7 @@ def run(*, quick: bool) -> str:
     for preset, policy, warm_up in settings[2:3] if quick else settings:
         batch = collect(preset, policy, warm_up)
         who = "a policy that flies to its goal" if policy is fly else "a policy that wanders"
-        parts.append(table(f"{preset.capitalize()} simulator, {who}", batch, 2 if quick else 4, left_out))
+        parts.append(table(f"{preset.capitalize()} simulator, {who}", batch, 2 if quick else 8, left_out))
         if preset == "quick" and policy is fly:
             costs = plans(batch, quick=quick)
     parts.append(costs)

@@ -18,6 +18,7 @@ from slipstream.codecs.timewise import Timewise
 from slipstream.errors import CodecError
 
 _SAMPLE_BYTES = 128 << 10
+_NEARLY = 0.999  # what packs no more than a thousandth better is not worth its time
 _BY_TAG: tuple[type[Codec], ...] = (Raw, Zstd, Planes, Timewise, Difference)
 
 
@@ -28,7 +29,7 @@ class Auto(PlaneSettings, Codec):
     name: ClassVar[str] = "auto"
 
     def choose(self, array: NDArray[Any], reference: NDArray[Any] | None = None) -> Codec:
-        """Return the codec that packs a sample of `array` smallest; plainer ones win ties.
+        """Return the codec that packs a sample of `array` smallest; plainer ones win where they are nearly as small.
 
         Args:
             array: The array to be packed.
@@ -41,7 +42,12 @@ class Auto(PlaneSettings, Codec):
             candidates.append(Difference(self.level, self.floating))
         sample = _sample(array)
         sample_reference = None if reference is None else _sample(reference)
-        return min(candidates, key=lambda codec: len(codec.encode(sample, sample_reference)))
+        best, least = candidates[0], float(sample.nbytes)
+        for codec in candidates[1:]:
+            size = len(codec.encode(sample, sample_reference))
+            if size < _NEARLY * least:
+                best, least = codec, size
+        return best
 
     def encode(self, array: NDArray[Any], reference: NDArray[Any] | None = None) -> bytes:
         """Return one byte that names the codec, and its payload; see `Codec.encode`."""

@@ -117,7 +117,7 @@ def _pack_block(words: Words, rotate: bool, squeeze: bool, level: int, pieces: l
     mask = words != 0
     if words.size - np.count_nonzero(mask) >= _SPARSE_FROM * words.size:
         flags |= _SPARSE
-        words = words[mask]
+        words = words[np.flatnonzero(mask)]
     halved = _is_halved(words, rotate, squeeze, level)
     if halved:
         flags |= _HALVED
@@ -266,7 +266,7 @@ def _unpack_block(payload: memoryview, position: int, out: Words) -> int:
         _restore(words, flags, base, shift)
     if flags & _SPARSE:
         out.fill(0)
-        out[mask] = words
+        out[np.flatnonzero(mask)] = words
     return end
 
 

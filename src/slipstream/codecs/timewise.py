@@ -24,9 +24,8 @@ from slipstream.errors import CodecError
 
 _PLAIN, _XOR, _ORDERED, _LINEAR = 0, 1, 2, 3
 _MODES = ("plain", "xor", "ordered", "linear")
-_FLOATING = 4
+_FLOATING, _WHOLE = 4, 8
 _SAMPLE_BYTES = 64 << 10
-_WIDE_STEP = 1024
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Timewise(PlaneCodec):
         series = words.reshape(_series_shape(layout.shape, words.size))
         floating = self._is_floating(layout)
         mode = _best_mode(series, floating, self.level) if self.mode is None else _MODES.index(self.mode)
-        pieces = [bytes([mode | (_FLOATING if floating else 0)])]
+        pieces = [bytes([mode | (_FLOATING if floating else 0) | (_WHOLE if mode == _PLAIN else 0)])]
         for tile in _tiles(series.shape, BLOCK_BYTES // words.dtype.itemsize):
             pieces += _pack_tile(series[tile], mode, floating, self.level)
         return b"".join(pieces)
@@ -86,9 +85,10 @@ class Timewise(PlaneCodec):
     def _decode(self, payload: memoryview, out: Words, layout: Layout, reference: Words | None) -> None:
         used = 0
         if out.size:
-            if not payload or payload[0] & ~_FLOATING > _LINEAR:
+            mode = payload[0] & ~_FLOATING if payload else -1
+            if mode not in (_PLAIN | _WHOLE, *range(_LINEAR + 1)):
                 raise CodecError("timewise payload starts with a mode that this codec does not write")
-            mode, floating = payload[0] & ~_FLOATING, bool(payload[0] & _FLOATING)
+            floating = bool(payload[0] & _FLOATING)
             used = 1
             series = out.reshape(_series_shape(layout.shape, out.size))
             for tile in _tiles(series.shape, BLOCK_BYTES // out.dtype.itemsize):
@@ -128,22 +128,27 @@ def _best_mode(series: Words, floating: bool, level: int) -> int:
 
 
 def _pack_tile(tile: Words, mode: int, floating: bool, level: int) -> list[bytes]:
-    """Pack a contiguous tile: its first step as it is, then all later ones with time innermost."""
-    first = scratch("first", tile[:, 0].size, tile.dtype)
-    np.copyto(first.reshape(tile[:, 0].shape), tile[:, 0])
-    pieces = pack_words(first, rotate=floating, squeeze=floating, level=level)
+    """Pack a contiguous tile: its first step, then all later ones with time innermost, together if they are alike."""
+    moved, first, later = _memory_for(tile)
+    first[:] = tile[:, 0]
+    if mode == _PLAIN:
+        later[:] = tile[:, 1:].transpose(0, 2, 1)
+        return pack_words(moved, rotate=floating, squeeze=floating, level=level)
+    pieces = pack_words(moved[: first.size], rotate=floating, squeeze=floating, level=level)
+    if later.size:
+        apart = scratch("mine", later.size, tile.dtype).reshape(tile[:, 1:].shape)
+        _differences(tile, mode, floating, apart)
+        later[:] = apart.transpose(0, 2, 1)
+        pieces += pack_words(moved[first.size :], rotate=False, squeeze=mode >= _ORDERED, level=level)
+    return pieces
+
+
+def _memory_for(tile: Words) -> tuple[Words, Words, Words]:
+    """Return memory for the words of a tile, and views of it: the first step, and the later ones, time innermost."""
     environments, steps, width = tile.shape
-    if steps == 1:
-        return pieces
-    later = tile[:, 1:]
-    if mode != _PLAIN:
-        steps_apart = scratch("mine", later.size, tile.dtype)
-        _differences(tile, mode, floating, steps_apart.reshape(later.shape))
-        later = steps_apart.reshape(later.shape)
-    moved = scratch("other", later.size, tile.dtype)
-    np.copyto(moved.reshape(environments, width, steps - 1), later.transpose(0, 2, 1))
-    plain_floats = floating and mode == _PLAIN
-    return pieces + pack_words(moved, rotate=plain_floats, squeeze=plain_floats or mode >= _ORDERED, level=level)
+    moved = scratch("moved", tile.size, tile.dtype)
+    count = environments * width
+    return moved, moved[:count].reshape(environments, width), moved[count:].reshape(environments, width, steps - 1)
 
 
 def _differences(tile: Words, mode: int, floating: bool, out: Words) -> None:
@@ -161,36 +166,31 @@ def _differences(tile: Words, mode: int, floating: bool, out: Words) -> None:
 
 
 def _unpack_tile(payload: memoryview, tile: Words, mode: int, floating: bool) -> int:
-    environments, steps, width = tile.shape
-    first = scratch("first", environments * width, tile.dtype)
-    used = unpack_words(payload, first)
-    start = first.reshape(environments, width)
-    if steps == 1:
-        tile[:, 0] = start
-        return used
-    moved = scratch("other", environments * width * (steps - 1), tile.dtype)
-    used += unpack_words(payload[used:], moved)
-    channels = moved.reshape(environments, width, steps - 1)
-    if mode >= _ORDERED:
-        unzigzag(moved, moved)
-        if mode == _LINEAR:
-            np.add.accumulate(channels, axis=2, dtype=channels.dtype, out=channels)
-        if floating:
-            flip_negative(first, first)
-    tile[:, 0] = start
-    tile[:, 1:] = channels.transpose(0, 2, 1)
-    if mode != _PLAIN:
-        _accumulate(tile, np.bitwise_xor if mode == _XOR else np.add)
-    if mode >= _ORDERED and floating:
-        flat = tile.reshape(-1)
-        flip_negative(flat, flat)
+    moved, first, later = _memory_for(tile)
+    if mode == _PLAIN | _WHOLE:
+        used = unpack_words(payload, moved)
+    else:
+        used = unpack_words(payload, moved[: first.size])
+        used += unpack_words(payload[used:], moved[first.size :])
+        if later.size and mode != _PLAIN:
+            _undo_differences(first.reshape(-1), later, mode, floating)
+    tile[:, 0] = first
+    tile[:, 1:] = later.transpose(0, 2, 1)
     return used
 
 
-def _accumulate(tile: Words, combine: np.ufunc) -> None:
-    """Combine every step with the one before it, in place."""
-    if tile[:, 0].size < _WIDE_STEP:
-        combine.accumulate(tile, axis=1, dtype=tile.dtype, out=tile)
-        return
-    for step in range(1, tile.shape[1]):  # three times as fast where a step is wide enough to hide the loop
-        combine(tile[:, step - 1], tile[:, step], out=tile[:, step])
+def _undo_differences(first: Words, channels: Words, mode: int, floating: bool) -> None:
+    """Turn differences between steps into what they were, in place; time is the last axis of `channels`."""
+    later = channels.reshape(-1)
+    if mode >= _ORDERED:
+        unzigzag(later, later)
+    if mode == _LINEAR:
+        np.add.accumulate(channels, axis=2, dtype=channels.dtype, out=channels)
+    if mode >= _ORDERED and floating:
+        flip_negative(first, first)
+    combine = np.bitwise_xor if mode == _XOR else np.add
+    combine(channels[:, :, 0], first.reshape(channels.shape[:2]), out=channels[:, :, 0])
+    combine.accumulate(channels, axis=2, dtype=channels.dtype, out=channels)
+    if mode >= _ORDERED and floating:
+        flip_negative(later, later)
+        flip_negative(first, first)
