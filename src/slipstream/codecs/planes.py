@@ -152,11 +152,11 @@ def _pack_block(words: Words, rotate: bool, squeeze: bool, level: int, pieces: l
 def _is_halved(words: Words, rotate: bool, squeeze: bool, level: int) -> bool:
     """Tell whether the lower halves of words are noise, and the upper ones wide enough to be coded alone."""
     width = words.dtype.itemsize
-    if width < 4 or not words.size:
-        return False
+    if width < 4 or words.size < _SAMPLE:
+        return False  # too few to tell, or to matter
     if squeeze and not rotate and int(words.max()) >> (8 * width - 8) == 0:
         return False  # after the shift, the top byte would take some bits of the lower half
-    start = max(0, (words.size - _SAMPLE) // 2)
+    start = (words.size - _SAMPLE) // 2
     sample = words[start : start + _SAMPLE].view(np.uint8).reshape(-1, width)
     return all(is_noise(np.ascontiguousarray(sample[:, place]), level) for place in reversed(range(width // 2)))
 
