@@ -26,6 +26,7 @@ _PLAIN, _XOR, _ORDERED, _LINEAR = 0, 1, 2, 3
 _MODES = ("plain", "xor", "ordered", "linear")
 _FLOATING, _WHOLE = 4, 8
 _SAMPLE_BYTES = 64 << 10
+_WIDE_STEP = 64  # words
 
 
 @dataclass(frozen=True)
@@ -172,25 +173,26 @@ def _unpack_tile(payload: memoryview, tile: Words, mode: int, floating: bool) ->
     else:
         used = unpack_words(payload, moved[: first.size])
         used += unpack_words(payload[used:], moved[first.size :])
-        if later.size and mode != _PLAIN:
-            _undo_differences(first.reshape(-1), later, mode, floating)
+    differences = mode in (_XOR, _ORDERED, _LINEAR) and later.size > 0
+    ordered_floats = differences and mode != _XOR and floating
+    combine = np.bitwise_xor if mode == _XOR else np.add
+    is_wide = tile.shape[2] >= _WIDE_STEP
+    if differences:
+        if mode != _XOR:
+            unzigzag(moved[first.size :], moved[first.size :])
+        if mode == _LINEAR:
+            np.add.accumulate(later, axis=2, dtype=later.dtype, out=later)
+        if ordered_floats:
+            flip_negative(moved[: first.size], moved[: first.size])
+        if not is_wide:
+            combine(later[:, :, 0], first, out=later[:, :, 0])
+            combine.accumulate(later, axis=2, dtype=later.dtype, out=later)
     tile[:, 0] = first
     tile[:, 1:] = later.transpose(0, 2, 1)
+    if differences and is_wide:  # step by step, which is faster where a step is wide enough to hide the loop
+        for step in range(1, tile.shape[1]):
+            combine(tile[:, step - 1], tile[:, step], out=tile[:, step])
+    if ordered_floats:
+        flat = tile.reshape(-1)
+        flip_negative(flat, flat)
     return used
-
-
-def _undo_differences(first: Words, channels: Words, mode: int, floating: bool) -> None:
-    """Turn differences between steps into what they were, in place; time is the last axis of `channels`."""
-    later = channels.reshape(-1)
-    if mode >= _ORDERED:
-        unzigzag(later, later)
-    if mode == _LINEAR:
-        np.add.accumulate(channels, axis=2, dtype=channels.dtype, out=channels)
-    if mode >= _ORDERED and floating:
-        flip_negative(first, first)
-    combine = np.bitwise_xor if mode == _XOR else np.add
-    combine(channels[:, :, 0], first.reshape(channels.shape[:2]), out=channels[:, :, 0])
-    combine.accumulate(channels, axis=2, dtype=channels.dtype, out=channels)
-    if mode >= _ORDERED and floating:
-        flip_negative(later, later)
-        flip_negative(first, first)
