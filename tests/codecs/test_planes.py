@@ -30,10 +30,21 @@ def test_numbers_whose_lower_halves_say_something_are_not_halved(scale):
     assert Planes().decode(payload, array.dtype, array.shape).tobytes() == array.tobytes()
 
 
-def test_weights_among_zeros_are_halved_too():
-    array = np.where(np.arange(40_000) % 3 == 0, WEIGHTS, 0).astype(np.float32)
+@pytest.mark.parametrize("constant", [0xFF, 0xFF00])
+def test_numbers_with_noise_in_half_of_their_lower_halves_are_not_halved(constant):
+    words = WEIGHTS.astype(np.float32).view(np.uint32) & ~np.uint32(constant)
+    payload = Planes().encode(words.view(np.float32))
+    assert not payload[0] & HALVED
+    assert len(payload) < words.nbytes * 0.6
+    assert Planes().decode(payload, "f4", words.shape).tobytes() == words.tobytes()
+
+
+@pytest.mark.parametrize("mask", [np.arange(40_000) % 3 == 0, np.random.default_rng(2).random(40_000) < 1 / 3])
+def test_weights_among_zeros_are_halved_too_and_stay_in_order(mask):
+    array = np.where(mask, WEIGHTS, 0).astype(np.float32)
     payload = Planes().encode(array)
     assert payload[0] & HALVED
+    assert (array.view(np.uint32)[mask] & 0xFFFF).astype(np.uint16).tobytes() in payload
     assert len(payload) < array.nbytes * 0.31
     assert Planes().decode(payload, array.dtype, array.shape).tobytes() == array.tobytes()
 
@@ -44,6 +55,15 @@ def test_differences_of_any_size_come_back(apart):
     new = (WEIGHTS + apart * np.random.default_rng(1).normal(scale=0.02, size=WEIGHTS.size)).astype(np.float32)
     payload = Difference().encode(new, old)
     assert Difference().decode(payload, new.dtype, new.shape, old).tobytes() == new.tobytes()
+
+
+@pytest.mark.parametrize("bits", range(8, 26, 2))
+def test_differences_take_hardly_more_than_their_entropy(bits):
+    old = np.random.default_rng(0).normal(scale=0.02, size=200_000).astype(np.float32)
+    apart = np.rint(np.random.default_rng(1).normal(scale=2.0**bits, size=old.size)).astype(np.int32)
+    new = (old.view(np.int32) + apart).view(np.float32)
+    entropy = bits + np.log2(2 * np.pi * np.e) / 2
+    assert len(Difference().encode(new, old)) < 1.01 * old.size * entropy / 8
 
 
 @pytest.mark.parametrize("head", [(HALVED | 1, 0, 0), (HALVED | 2, 0, 0), (HALVED, 1, 0), (HALVED, 0, 1), (16, 0, 0)])

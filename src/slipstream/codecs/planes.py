@@ -35,6 +35,7 @@ _PLANE_HEADER = struct.Struct("<I")
 _ROTATED, _KEEPS_ZERO, _SPARSE, _HALVED = 1, 2, 4, 8
 _SPARSE_FROM = 0.25
 _SAMPLE = 4 << 10
+_ENOUGH_BITS = 5
 _BYTES = np.dtype(np.uint8)
 
 
@@ -155,8 +156,8 @@ def _is_halved(words: Words, rotate: bool, squeeze: bool, level: int) -> bool:
     width = words.dtype.itemsize
     if width < 4 or words.size < _SAMPLE:
         return False  # too few to tell, or to matter
-    if squeeze and not rotate and int(words.max()) >> (8 * width - 8) == 0:
-        return False  # after the shift, the top byte would take some bits of the lower half
+    if squeeze and not rotate and int(words.max()).bit_length() < 4 * width + _ENOUGH_BITS:
+        return False  # the upper half alone would miss how unlike each other the leading bits are
     start = (words.size - _SAMPLE) // 2
     sample = words[start : start + _SAMPLE].view(np.uint8).reshape(-1, width)
     return all(is_noise(np.ascontiguousarray(sample[:, place]), level) for place in reversed(range(width // 2)))
