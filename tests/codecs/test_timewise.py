@@ -1,4 +1,4 @@
-"""How arrays over time are laid out: what earlier releases wrote is read, and what nobody writes is refused."""
+"""How arrays over time are laid out: what was written before is read, and what nobody writes is refused."""
 
 import numpy as np
 import pytest

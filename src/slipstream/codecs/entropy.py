@@ -25,7 +25,9 @@ from slipstream.errors import CodecError
 
 STORED, FRAME, CONSTANT, BITS, PARTS = 0, 1, 2, 3, 4
 
-_SAMPLE_BYTES = 4 << 10
+SAMPLE_BYTES = 4 << 10
+"""How much of a plane is tried."""
+
 _HUFFMAN_LEVEL = 0
 # A plane that shrinks by less than this is stored: decoding it would cost more than reading the bytes.
 _WORTHWHILE = 0.985
@@ -125,8 +127,8 @@ def pack_plane(plane: NDArray[np.uint8], level: int) -> tuple[int, bytes]:
     size = plane.size
     if size and plane.min() == plane.max():
         return CONSTANT, plane[:1].tobytes()
-    start = max(0, (size - _SAMPLE_BYTES) // 2)
-    sample = plane[start : start + _SAMPLE_BYTES]
+    start = max(0, (size - SAMPLE_BYTES) // 2)
+    sample = plane[start : start + SAMPLE_BYTES]
     trial, best = _try(sample, level)
     used = int(np.bitwise_or.reduce(plane)) if size else 0
     if size and used.bit_count() < 8 and len(trial) >= sample.size * used.bit_count() / 8 * _WORTHWHILE:
@@ -200,7 +202,7 @@ def _pack_parts(plane: NDArray[np.uint8], used: int) -> bytes:
         some[plane.size :] = 0
         np.bitwise_and(some, (1 << bits) - 1, out=some)
         rows = some.reshape(8 // bits, -1)
-        np.multiply(rows, _places(bits), out=rows)
+        np.multiply(rows, np.uint8(1) << _places(bits), out=rows)
         pieces.append(np.bitwise_or.reduce(rows, axis=0).tobytes())
         place += bits
     return b"".join(pieces)
@@ -215,7 +217,7 @@ def _unpack_parts(payload: memoryview, size: int) -> NDArray[np.uint8]:
     for number, bits in enumerate(_parts_of(used)):
         into = some if number else plane
         rows = into.reshape(8 // bits, -1)
-        np.right_shift(packed[: rows.shape[1]], np.arange(0, 8, bits, dtype=np.uint8)[:, None], out=rows)
+        np.right_shift(packed[: rows.shape[1]], _places(bits), out=rows)
         np.bitwise_and(into, (1 << bits) - 1, out=into)
         np.multiply(into, 1 << place, out=into)  # ten times as fast as to shift bytes to the left
         if number:
@@ -231,8 +233,8 @@ def _parts_of(used: int) -> list[int]:
 
 
 def _places(bits: int) -> NDArray[np.uint8]:
-    """Return what numbers of so many bits are multiplied by to fill a byte, as a column."""
-    return np.uint8(1) << np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    """Return where in a byte numbers of so many bits lie, as a column."""
+    return np.arange(0, 8, bits, dtype=np.uint8)[:, None]
 
 
 def _is_run(used: int) -> bool:

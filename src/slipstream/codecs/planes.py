@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.codecs.base import Layout, WordCodec
-from slipstream.codecs.entropy import STORED, check_level, is_noise, pack_plane, unpack_plane
+from slipstream.codecs.entropy import SAMPLE_BYTES, STORED, check_level, is_noise, pack_plane, unpack_plane
 from slipstream.codecs.words import Words, rotate_left, rotate_right, scratch
 from slipstream.errors import CodecError
 
@@ -34,7 +34,6 @@ _BLOCK_HEADER = struct.Struct("<BBB")
 _PLANE_HEADER = struct.Struct("<I")
 _ROTATED, _KEEPS_ZERO, _SPARSE, _HALVED = 1, 2, 4, 8
 _SPARSE_FROM = 0.25
-_SAMPLE = 4 << 10
 _ENOUGH_BITS = 5
 _BYTES = np.dtype(np.uint8)
 
@@ -154,12 +153,12 @@ def _pack_block(words: Words, rotate: bool, squeeze: bool, level: int, pieces: l
 def _is_halved(words: Words, rotate: bool, squeeze: bool, level: int) -> bool:
     """Tell whether the lower halves of words are noise, and the upper ones wide enough to be coded alone."""
     width = words.dtype.itemsize
-    if width < 4 or words.size < _SAMPLE:
+    if width < 4 or words.size < SAMPLE_BYTES:
         return False  # too few to tell, or to matter
     if squeeze and not rotate and int(words.max()).bit_length() < 4 * width + _ENOUGH_BITS:
         return False  # the upper half alone would miss how unlike each other the leading bits are
-    start = (words.size - _SAMPLE) // 2
-    sample = words[start : start + _SAMPLE].view(np.uint8).reshape(-1, width)
+    start = (words.size - SAMPLE_BYTES) // 2
+    sample = words[start : start + SAMPLE_BYTES].view(np.uint8).reshape(-1, width)
     return all(is_noise(np.ascontiguousarray(sample[:, place]), level) for place in reversed(range(width // 2)))
 
 
