@@ -59,7 +59,10 @@ import zstandard
 from numpy.typing import NDArray
 from page import machine, write_section
 
-from slipstream.checkpoint import AsyncCheckpointSaver, CheckpointManager, load_checkpoint, write_native
+from slipstream.checkpoint.load import load_checkpoint
+from slipstream.checkpoint.manager import CheckpointManager
+from slipstream.checkpoint.native import write_native
+from slipstream.checkpoint.saver import AsyncCheckpointSaver
 
 THREADS = 2
 TIMEOUT_S = 180

@@ -29,7 +29,7 @@ from slipstream.checkpoint.adapters import (
     TorchRLCheckpointHook,
     restore_into,
 )
-from slipstream.store import Worker
+from slipstream.store.worker import Worker
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream import CheckpointManager, CorruptFileError, Thin, load_checkpoint
-from slipstream.checkpoint import NativeFile
+from slipstream.checkpoint.native import NativeFile
 
 
 def state(step: int) -> dict[str, object]:

@@ -16,8 +16,8 @@ from slipstream import (
     UnsupportedStateError,
     load_checkpoint,
 )
-from slipstream.checkpoint import NativeFile, write_native
-from slipstream.store import Container, write_container
+from slipstream.checkpoint.native import NativeFile, write_native
+from slipstream.store.container import Container, write_container
 
 
 def adam_run(optimizer_class: Any = torch.optim.Adam, **options: Any) -> Any:

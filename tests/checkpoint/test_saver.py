@@ -29,8 +29,9 @@ from slipstream import (
     WriteError,
     load_checkpoint,
 )
-from slipstream.checkpoint import find_format, write_portable
 from slipstream.checkpoint import saver as saver_module
+from slipstream.checkpoint.load import find_format
+from slipstream.checkpoint.portable import write_portable
 
 STATE: dict[str, Any] = {"weight": torch.arange(6.0).reshape(2, 3), "step": 7}
 

@@ -16,7 +16,8 @@ from tensordict import TensorDict
 
 from slipstream import AsyncCheckpointSaver, BackgroundError, TornStateError, UnsupportedStateError, load_checkpoint
 from slipstream.checkpoint import saver as saver_module
-from slipstream.checkpoint import snapshot, write_native
+from slipstream.checkpoint import snapshot
+from slipstream.checkpoint.native import write_native
 from slipstream.tensors import copy_memory
 
 FORMATS = ["pt", "native"]

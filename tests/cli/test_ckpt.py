@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 
 from slipstream import CheckpointManager, load_checkpoint, write_container
-from slipstream.checkpoint import write_native
+from slipstream.checkpoint.native import write_native
 
 COMMANDS = ["inspect", "verify", "convert", "diff", "prune"]
 

@@ -15,8 +15,8 @@ import torch
 from tensordict import TensorDict
 
 from slipstream import RolloutStorage, load_rollout, save_rollout_compressed, write_container
-from slipstream.checkpoint import write_native
-from slipstream.store import Container
+from slipstream.checkpoint.native import write_native
+from slipstream.store.container import Container
 
 COMMANDS = ["inspect", "verify", "export"]
 ENVS, STEPS = 6, 8

@@ -210,7 +210,7 @@ def test_an_unfinished_cache_of_a_file_that_changed_is_begun_anew(file_a):
 
 KILLED = """
 import sys, time
-from slipstream.datasets import ingest as module
+from slipstream.datasets.ingest import ingest as module
 from slipstream import ingest
 import slipstream.datasets.ingest as inner
 inner._BATCH_BYTES = 20_000

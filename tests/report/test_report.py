@@ -14,8 +14,8 @@ import pytest
 
 import slipstream
 from slipstream import ConfigurationError, DiskFullError, WriteError, write_report
-from slipstream.report import read_run
 from slipstream.report.markup import data_block, element, text
+from slipstream.report.run import read_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 

@@ -14,7 +14,7 @@ from slipstream import (
     save_rollout_compressed,
     write_container,
 )
-from slipstream.rollout import RolloutFile
+from slipstream.rollout.files import RolloutFile
 
 
 def test_a_rollout_comes_back_from_a_file_bit_for_bit(tmp_path, make_rollout, same):

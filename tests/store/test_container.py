@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from slipstream.codecs import Auto, Difference, Lz4, Planes, Raw, Timewise, Zstd
 from slipstream.errors import CodecError, CorruptFileError, MissingEntryError, UnsupportedDtypeError, WriteError
-from slipstream.store import Container, write_container
+from slipstream.store.container import Container, write_container
 
 DATA = Path(__file__).parent.parent / "data"
 

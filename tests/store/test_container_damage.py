@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from slipstream.codecs import Planes, Raw, Zstd
 from slipstream.errors import CorruptFileError, FormatVersionError, MissingEntryError
-from slipstream.store import Container, write_container
-from slipstream.store.container import _FOOTER, _HEADER, END_MAGIC, MAGIC
+from slipstream.store.container import _FOOTER, _HEADER, END_MAGIC, MAGIC, Container, write_container
 
 Document = dict[str, Any]
 REFUSED = (CorruptFileError, FormatVersionError, MissingEntryError)
@@ -346,7 +345,7 @@ def test_hostile_files_do_not_take_more_memory_than_they_are_given(tmp_path):
     script = """
 import sys
 from slipstream.errors import CorruptFileError
-from slipstream.store import Container
+from slipstream.store.container import Container
 with Container(sys.argv[1], max_entry_bytes=1 << 30) as container:
     try:
         container.read("x")

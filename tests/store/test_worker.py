@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import BackgroundError, JobSkippedError, QueueFullError
-from slipstream.store import Worker
+from slipstream.store.worker import Worker
 
 
 class Gate:
@@ -399,7 +399,7 @@ def test_a_failure_with_a_cause_does_not_keep_what_its_frames_held():
 PREAMBLE = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from slipstream.store import Worker
+from slipstream.store.worker import Worker
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
 folder = Path(sys.argv[1])
@@ -651,7 +651,7 @@ def test_a_failure_that_was_heard_of_is_not_printed_again(tmp_path):
 def test_codecs_work_in_a_job_that_runs_while_the_interpreter_exits(tmp_path):
     script = """
         import numpy as np
-        from slipstream.store import write_container
+        from slipstream.store.container import write_container
         array = np.zeros((3000, 1000), np.float32)
         def write():
             time.sleep(0.3)

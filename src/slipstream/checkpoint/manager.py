@@ -25,9 +25,8 @@ from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.codecs import background_threads
 from slipstream.errors import CorruptFileError, FormatVersionError
-from slipstream.store import Handle
 from slipstream.store.atomic import make_folder, sync_folder
-from slipstream.store.worker import Policy
+from slipstream.store.worker import Handle, Policy
 from slipstream.tree import Leaf, map_leaves
 from slipstream.tree import Path as TreePath
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from slipstream.checkpoint.predict import Moments, Recipe, apply, find_moments, prediction, recipes, sample
 from slipstream.codecs import Auto, Codec, Difference, Planes, Raw
 from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError
-from slipstream.store import Container, ContainerWriter, Reference, write_container
+from slipstream.store.container import Container, ContainerWriter, Reference, write_container
 from slipstream.tensors import View, array_of, carrier, check_storable, plan, settled, storage_of, view_storage
 from slipstream.tree import TAG, Leaf, decode, encode
 from slipstream.tree import Path as TreePath

@@ -21,8 +21,7 @@ from slipstream.checkpoint.snapshot import BufferPool, Guard, Snapshot, take_sna
 from slipstream.codecs import background_threads
 from slipstream.codecs.lz4 import MAX_LEVEL
 from slipstream.errors import DiskFullError
-from slipstream.store import Handle, Worker
-from slipstream.store.worker import Policy
+from slipstream.store.worker import Handle, Policy, Worker
 
 logger = logging.getLogger(__name__)
 

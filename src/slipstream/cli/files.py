@@ -11,7 +11,8 @@ from rich.progress import track
 from rich.table import Table
 
 from slipstream.cli.output import console, plain, print_json, print_lines, print_table
-from slipstream.store import Container, Entry
+from slipstream.store.container import Container
+from slipstream.store.index import Entry
 
 
 def inspect(file: Path, *, as_json: bool) -> None:

@@ -11,7 +11,7 @@ import typer
 from slipstream.cli.ckpt.options import JsonOption
 
 if TYPE_CHECKING:
-    from slipstream.report import Run
+    from slipstream.report.run import Run
 
 EXAMPLE = "slipstream report runs/last --open"
 
@@ -32,7 +32,8 @@ def report(
     What is damaged is left out and named, in the page and on stderr.
     """
     from slipstream.cli.output import count, plain, print_json, print_lines
-    from slipstream.report import read_run, save_page
+    from slipstream.report.page import save_page
+    from slipstream.report.run import read_run
 
     found = read_run(run)
     for problem in found.problems:

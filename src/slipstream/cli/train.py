@@ -76,7 +76,7 @@ train.__doc__ = _HELP
 def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str, Any]:
     """Evaluate, report, and return what came of it all."""
     from slipstream.cli.evaluate import fly  # noqa: PLC0415 - keeps --help quick
-    from slipstream.report import write_report  # noqa: PLC0415
+    from slipstream.report.page import write_report  # noqa: PLC0415
     from slipstream.train.evaluate import save_evaluation, standard_scenarios  # noqa: PLC0415
 
     scenarios = standard_scenarios(settings)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from slipstream.rollout import CompressedTensorDict
+from slipstream.rollout.compressed import CompressedTensorDict
 
 
 class CompressedDataCollector:

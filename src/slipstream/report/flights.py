@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.errors import CorruptFileError, FormatVersionError
 from slipstream.report.numbers import number_of
-from slipstream.rollout import RolloutFile
+from slipstream.rollout.files import RolloutFile
 
 FORMAT, VERSION = "slipstream.flights", 1
 MAX_PACKED_BYTES = 1_100_000  # of a scenario, before base64 makes it a third longer

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from slipstream.codecs import Codec, Planes, Timewise
 from slipstream.errors import CorruptFileError, FormatVersionError
 from slipstream.rollout.layout import Key, Layout, Rollout, arrays_of, put_together, take_apart
-from slipstream.store import Container, write_container
+from slipstream.store.container import Container, write_container
 from slipstream.tensors import carrier
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from slipstream.checkpoint.adapters.base import Adapter
 from slipstream.checkpoint.load import find_format
 from slipstream.checkpoint.portable import read_portable
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
-from slipstream.store import Handle
 from slipstream.store.container import machine_bytes
+from slipstream.store.worker import Handle
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO

@@ -69,7 +69,8 @@ def _convert(source: Path, target: Path, kind: Format, *, force: bool, tensors_o
 
 
 def _write(path: Path, content: Any, kind: Format, metadata: Any) -> Path:
-    from slipstream.checkpoint import write_native, write_portable
+    from slipstream.checkpoint.native import write_native
+    from slipstream.checkpoint.portable import write_portable
 
     if kind is Format.NATIVE:
         write_native(path, content, metadata)
@@ -95,7 +96,7 @@ def _write_safetensors(path: Path, tensors: dict[str, Any]) -> Path:
 
 def _metadata(source: Path, *, decoded: bool) -> Any:
     """Return what a native checkpoint holds besides its state, as it was saved or as it is in the file."""
-    from slipstream.checkpoint import NativeFile
+    from slipstream.checkpoint.native import NativeFile
 
     if not is_native(source):
         return None
@@ -146,7 +147,7 @@ def _left_out(state: Any, content: Any) -> list[str]:
 
 def _check_equal(written: Path, content: Any, target: Path) -> bool:
     """Read back what was written, and return whether that takes trust in the file, which here is our own."""
-    from slipstream.checkpoint import load_checkpoint
+    from slipstream.checkpoint.load import load_checkpoint
     from slipstream.cli.ckpt.compare import compare
     from slipstream.cli.ckpt.leaves import flatten
 

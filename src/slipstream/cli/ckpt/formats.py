@@ -41,10 +41,10 @@ def format_by_suffix(target: Path) -> Format:
 
 def find_format(path: Path) -> Format:
     """Return the format of a file, by its content, if it can be read here; raises a sentence if not."""
-    from slipstream import checkpoint
+    from slipstream.checkpoint import load
 
     check_regular(path)
-    kind = Format(checkpoint.find_format(path))
+    kind = Format(load.find_format(path))
     if kind is Format.SAFETENSORS:
         require_safetensors()
     return kind

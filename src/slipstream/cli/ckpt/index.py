@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.cli.ckpt.listing import Listing, Row
 from slipstream.cli.ckpt.reading import reading
 from slipstream.errors import CorruptFileError
-from slipstream.store import Container
+from slipstream.store.container import Container
 
 _TAG = "$"  # as in slipstream.tree, which would import torch
 _MAX_BYTES = 1 << 48

@@ -59,7 +59,7 @@ def _prune(
     dry_run: bool,
 ) -> tuple[int, list[int]]:
     """Delete what the rules do not keep, or find out what that would be; returns how many there were, and which go."""
-    from slipstream.checkpoint import CheckpointManager
+    from slipstream.checkpoint.manager import CheckpointManager
 
     if not folder.is_dir():
         folder.stat()  # raises if there is nothing
@@ -87,7 +87,7 @@ def _in_words(folder: Path, before: int, deleted: list[int], *, dry_run: bool) -
 
 def _check_prunable(folder: Path) -> None:
     """Raise unless every checkpoint is readable or damaged: pruning deletes what the ones it cannot read rest on."""
-    from slipstream.checkpoint import NativeFile
+    from slipstream.checkpoint.native import NativeFile
 
     for path in folder.glob(PATTERN):
         with reading(path), contextlib.ExitStack() as stack:

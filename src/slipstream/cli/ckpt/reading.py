@@ -15,7 +15,7 @@ from slipstream.errors import CorruptFileError, SlipstreamError
 
 def load(path: Path) -> Any:
     """Return the state of a checkpoint of any format."""
-    from slipstream.checkpoint import load_checkpoint
+    from slipstream.checkpoint.load import load_checkpoint
 
     find_format(path)
     with reading(path):

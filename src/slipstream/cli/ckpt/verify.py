@@ -18,7 +18,7 @@ from slipstream.cli.ckpt.reading import is_refusal, load, one_line, reading
 from slipstream.errors import CorruptFileError, FormatVersionError
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint import NativeFile
+    from slipstream.checkpoint.native import NativeFile
 
 
 def verify(
@@ -107,7 +107,7 @@ def _verify(file: Path, label: str, known: dict[tuple[int, int], list[str]]) -> 
 
 
 def _verify_native(verdict: _Verdict, label: str, known: dict[tuple[int, int], list[str]]) -> None:
-    from slipstream.checkpoint import NativeFile
+    from slipstream.checkpoint.native import NativeFile
 
     with NativeFile(verdict.file) as file:
         member = file

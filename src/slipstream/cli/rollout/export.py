@@ -153,7 +153,7 @@ def _write_episodes(
 
 def _load(index: RolloutIndex, keys: list[Key] | None, envs: slice | None, steps: slice | None) -> Any:
     """Load a rollout, or a part of it, as a TensorDict."""
-    from slipstream.rollout import load_rollout
+    from slipstream.rollout.files import load_rollout
     from slipstream.tree import import_tensordict
 
     import_tensordict()  # now, while failing costs nothing

@@ -14,7 +14,8 @@ import numpy as np
 
 from slipstream.cli.ckpt.reading import reading
 from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
-from slipstream.store import Container, Entry
+from slipstream.store.container import Container
+from slipstream.store.index import Entry
 
 Key = tuple[str, ...]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import SlipstreamError
-from slipstream.store import atomic_write
+from slipstream.store.atomic import atomic_write
 
 
 def write_pt(target: Path, batch: Any) -> list[str]:
@@ -20,7 +20,7 @@ def write_pt(target: Path, batch: Any) -> list[str]:
 
     A pickled TensorDict would need tensordict, of a release that fits, and ``weights_only=False``.
     """
-    from slipstream.checkpoint import write_portable
+    from slipstream.checkpoint.portable import write_portable
 
     write_portable(target, nested(batch), compress=False)
     return []

@@ -17,7 +17,7 @@ from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamEr
 
 if TYPE_CHECKING:
     from slipstream.cli.rollout.index import RolloutIndex
-    from slipstream.store import Container
+    from slipstream.store.container import Container
 
 
 def verify(
@@ -88,7 +88,7 @@ def _check_kind(file: Path) -> None:
 
 def _verify(file: Path, label: str) -> _Verdict:
     from slipstream.cli.rollout.index import NotARolloutError, index_of
-    from slipstream.store import Container
+    from slipstream.store.container import Container
 
     verdict = _Verdict(file)
     try:
