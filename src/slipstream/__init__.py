@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from slipstream.errors import DiskFullError as DiskFullError
     from slipstream.errors import FormatVersionError as FormatVersionError
     from slipstream.errors import JobSkippedError as JobSkippedError
+    from slipstream.errors import LockedError as LockedError
     from slipstream.errors import MissingEntryError as MissingEntryError
     from slipstream.errors import NonFiniteError as NonFiniteError
     from slipstream.errors import OutOfRangeError as OutOfRangeError
@@ -111,6 +112,7 @@ _HOMES = {
         "DiskFullError",
         "FormatVersionError",
         "JobSkippedError",
+        "LockedError",
         "MissingEntryError",
         "NonFiniteError",
         "OutOfRangeError",

@@ -28,7 +28,7 @@ from slipstream import __version__
 from slipstream.codecs import Auto, Codec, Raw, parallel_map, part_shape
 from slipstream.codecs.base import check_out, check_reference
 from slipstream.codecs.words import own_scratch, scratch, word_dtype
-from slipstream.errors import CodecError, CorruptFileError, FormatVersionError, MissingEntryError
+from slipstream.errors import CodecError, CorruptFileError, FormatVersionError, MissingEntryError, naming
 from slipstream.store.atomic import atomic_write
 from slipstream.store.index import MAX_AXES, MAX_CHUNK_BYTES, MAX_INDEX_BYTES, Chunk, Entry, Grid, Index
 
@@ -252,7 +252,7 @@ class Container:
         self._readers = 0
         self._descriptor: int | None = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            with self._naming_file():
+            with naming(self.path):
                 self._index = self._read_index()
         except BaseException:
             self.close()
@@ -540,15 +540,6 @@ class Container:
         if xxhash.xxh3_64_intdigest(text) != checksum:
             raise CorruptFileError("the index does not match its checksum")
         return Index.parse(text, _HEADER.size, offset)
-
-    @contextlib.contextmanager
-    def _naming_file(self) -> Iterator[None]:
-        try:
-            yield
-        except CorruptFileError as error:
-            raise CorruptFileError(f"{self.path}: {error}") from error.__cause__
-        except FormatVersionError as error:
-            raise FormatVersionError(f"{self.path}: {error}") from error.__cause__
 
 
 def _reopen(path: Path, max_entry_bytes: int | None) -> Container:
