@@ -51,7 +51,7 @@ def run(installed, tmp_path):
 
 def test_it_holds_the_package_and_nothing_else(wheel):
     tops = {name.partition("/")[0] for name in wheel.namelist()}
-    assert tops == {"slipstream", f"slipstream-{slipstream.__version__}.dist-info"}
+    assert tops == {"slipstream", f"slipstream_rl-{slipstream.__version__}.dist-info"}
     assert not [name for name in wheel.namelist() if "test" in Path(name).name or "__pycache__" in name]
 
 
@@ -59,12 +59,12 @@ def test_every_file_of_the_package_is_in_it(wheel):
     files = {str(Path("slipstream") / path.relative_to(SOURCE)) for path in SOURCE.rglob("*") if path.is_file()}
     expected = {name for name in files if not name.endswith(".pyc")}
     assert expected <= set(wheel.namelist())
-    for kind in ("train/conf/train.yaml", "train/conf/preset/quick.yaml", "report/assets/page.html", "py.typed"):
-        assert f"slipstream/{kind}" in expected
+    for name in ("__init__.pyi", "py.typed", "report/assets/page.html", "train/conf/preset/quick.yaml"):
+        assert f"slipstream/{name}" in expected
 
 
 def test_its_metadata_has_the_command_and_every_extra(wheel):
-    information = f"slipstream-{slipstream.__version__}.dist-info"
+    information = f"slipstream_rl-{slipstream.__version__}.dist-info"
     assert "slipstream = slipstream.cli:main" in wheel.read(f"{information}/entry_points.txt").decode()
     metadata = wheel.read(f"{information}/METADATA").decode()
     for extra in ("train", "datasets", "gym", "export", "adapters", "safetensors", "minari"):
@@ -101,7 +101,7 @@ def test_reports_can_be_written_with_it(run, tmp_path):
 def test_the_doctor_reads_the_extras_from_it(run):
     script = (
         "from importlib import metadata; from slipstream.cli.doctor.software import required; "
-        "print(*required(metadata.requires('slipstream')))"
+        "print(*required(metadata.requires('slipstream-rl')))"
     )
     extras = run("-c", script).stdout.split()
     assert {"None", "train", "safetensors", "minari"} <= set(extras)
@@ -169,5 +169,5 @@ def test_what_needs_an_extra_fails_with_one_sentence_that_names_it(run, files):
     sentences = dict(map(json.loads, result.stdout.splitlines()))
     assert sentences.keys() == EXTRAS.keys()
     for module, (extra, _) in EXTRAS.items():
-        assert f"pip install 'slipstream[{extra}]'" in sentences[module], (module, sentences[module])
+        assert f"pip install 'slipstream-rl[{extra}]'" in sentences[module], (module, sentences[module])
         assert "\n" not in sentences[module]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError
+from slipstream.text import install_hint
 
 TAG = "$"
 Leaf = Any
@@ -63,8 +64,7 @@ def import_tensordict() -> Any:
         import tensordict  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ImportError(
-            "TensorDicts need tensordict, which is not installed: pip install 'slipstream[train]', or tensordict by "
-            "itself"
+            f"TensorDicts need tensordict, which is not installed: {install_hint('train')}, or tensordict by itself"
         ) from error
     return tensordict
 

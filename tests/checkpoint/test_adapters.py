@@ -59,6 +59,7 @@ def test_importing_the_adapters_imports_no_library_and_making_one_says_what_to_i
     script = """
 import sys
 from slipstream.checkpoint.adapters import LightningCheckpointIO, SB3CheckpointCallback, TorchRLCheckpointHook
+from slipstream.text import install_hint
 libraries = ("lightning", "lightning_fabric", "stable_baselines3", "torchrl")
 assert not {*libraries} & {*sys.modules}
 sys.modules.update(dict.fromkeys(libraries))
@@ -70,7 +71,7 @@ for make, package in (
     try:
         make()
     except ImportError as error:
-        assert str(error).endswith(f"pip install 'slipstream[adapters]', or {package} by itself"), error
+        assert str(error).endswith(f"{install_hint('adapters')}, or {package} by itself"), error
     else:
         raise AssertionError(package)
 """

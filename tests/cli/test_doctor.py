@@ -19,6 +19,7 @@ import pytest
 from slipstream.cli.doctor import backend, codecs, disk, machine, software
 from slipstream.cli.doctor.software import Package
 from slipstream.codecs import Raw
+from slipstream.text import install_hint
 
 ALWAYS = [
     *("Python", "slipstream", "packages", "cores", "open files", "OMP_WAIT_POLICY", "terminal"),
@@ -55,7 +56,7 @@ def test_a_script_gets_numbers(slipstream, tmp_path):
     assert all((finding["advice"] is None) == (finding["status"] == "ok") for finding in document["findings"])
     assert found["Python"]["values"]["executable"] == sys.executable
     assert found["packages"]["values"]["torch"].startswith("2.")
-    assert found["extra train"]["values"]["command"] == "pip install 'slipstream[train]'"
+    assert found["extra train"]["values"]["command"] == install_hint("train")
     assert found["cores"]["values"]["usable"] == len(os.sched_getaffinity(0))
     assert 0 < found["memory"]["values"]["free_bytes"] <= found["memory"]["values"]["total_bytes"]
     speed, free = found["writing"]["values"]["bytes_per_s"], found["disk"]["values"]["free_bytes"]
@@ -151,7 +152,7 @@ class TestSoftware:
     def test_an_extra_that_is_not_complete_names_what_is_missing_and_the_command(self):
         packages = [Package("rotor", "1.0", None), Package("tail", "2.0", "1.9"), Package("wings", None, None)]
         finding = software.extra_finding("fly", packages)
-        expected = "rotor, wings are missing, tail 1.9 is older than 2.0: pip install 'slipstream[fly]'"
+        expected = f"rotor, wings are missing, tail 1.9 is older than 2.0: {install_hint('fly')}"
         assert (finding.status, finding.name, finding.sentence) == ("note", "extra fly", expected)
         assert finding.values["complete"] is False
 

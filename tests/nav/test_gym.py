@@ -14,6 +14,7 @@ import gymnasium
 
 from slipstream import ConfigurationError
 from slipstream.nav import NavigationVectorEnv
+from slipstream.text import install_hint
 
 NAME = "slipstream.nav.gym:slipstream/Navigation-v0"
 SETTINGS: dict[str, Any] = {"num_static_obstacles": 40, "num_dynamic_obstacles": 8, "dynamics": "lag", "dt_s": 0.1}
@@ -94,7 +95,7 @@ def test_the_simulator_needs_no_library_and_what_needs_one_says_what_to_install(
         try:
             slipstream.nav.{name}
         except ImportError as error:
-            sentence = "{name} needs {library}, which is not installed: pip install 'slipstream[{extra}]'"
+            sentence = "{name} needs {library}, which is not installed: {install_hint(extra)}"
             assert str(error).startswith(sentence), error
         else:
             raise AssertionError("no error")

@@ -16,6 +16,7 @@ import slipstream
 from slipstream import ConfigurationError, DiskFullError, WriteError, write_report
 from slipstream.report.markup import data_block, element, text
 from slipstream.report.run import read_run
+from slipstream.text import install_hint
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -355,7 +356,7 @@ def test_without_plotly_it_says_what_to_install(builder, line, monkeypatch):
     run = builder()
     run.lines(line(1))
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ConfigurationError, match=re.escape("pip install 'slipstream[train]'")):
+    with pytest.raises(ConfigurationError, match=re.escape(install_hint("train"))):
         write_report(run.folder)
     assert not (run.folder / "report.html").exists()
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from slipstream.text import install_hint
 from slipstream.train.folder import RunFolder, forget_after, read_metrics
 from slipstream.train.loggers import JsonlLogger, TensorBoardLogger, make_loggers
 from tests.train.conftest import small
@@ -52,6 +53,7 @@ def test_weights_and_biases_is_offline_unless_asked(tmp_path):
 import dataclasses
 from pathlib import Path
 from slipstream.train.settings import compose_settings
+
 from slipstream.train.loggers import WandbLogger
 settings = compose_settings(["preset=quick"])
 assert settings.wandb.mode == "offline"
@@ -69,5 +71,5 @@ def test_a_library_that_is_missing_is_said_and_done_without(tmp_path, monkeypatc
     settings = small("wandb=offline", "tensorboard=true")
     (logger,) = make_loggers(settings, {}, RunFolder(tmp_path), 1)
     logger.close()
-    assert "TensorBoard is not installed, so nothing is written for it: pip install 'slipstream[train]'" in caplog.text
-    assert "Biases is not installed, so nothing is logged there: pip install 'slipstream[train]'" in caplog.text
+    assert f"TensorBoard is not installed, so nothing is written for it: {install_hint('train')}" in caplog.text
+    assert f"Biases is not installed, so nothing is logged there: {install_hint('train')}" in caplog.text

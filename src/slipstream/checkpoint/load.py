@@ -13,6 +13,7 @@ from slipstream.checkpoint.native import NativeFile, path_matches
 from slipstream.checkpoint.portable import read_portable
 from slipstream.errors import CorruptFileError
 from slipstream.store.container import MAGIC, machine_bytes
+from slipstream.text import install_hint
 from slipstream.tree import is_tensordict, map_leaves
 
 Format = Literal["native", "lz4", "pt", "safetensors"]
@@ -119,7 +120,7 @@ def _load_safetensors(path: Path, device: str | torch.device) -> Any:
         from safetensors.torch import load_file  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ImportError(
-            f"{path}: is a safetensors file, and that package is not installed: pip install 'slipstream[safetensors]'"
+            f"{path}: is a safetensors file, and that package is not installed: {install_hint('safetensors')}"
         ) from error
     try:
         return load_file(path, device=str(device))

@@ -32,11 +32,12 @@ from slipstream.datasets.memory import scratch
 from slipstream.datasets.opening import dataset
 from slipstream.datasets.storage import REPACK, ChunkTable, FrameKind
 from slipstream.errors import CodecError, CorruptFileError, SlipstreamError
+from slipstream.text import install_hint
 
 try:
     import cv2
 except ImportError as error:
-    raise ImportError("images are resized by OpenCV, which is not here: pip install 'slipstream[datasets]'") from error
+    raise ImportError(f"resizing images needs OpenCV, which is not installed: {install_hint('datasets')}") from error
 
 logger = logging.getLogger(__name__)
 

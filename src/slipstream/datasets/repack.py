@@ -19,6 +19,7 @@ from slipstream.datasets.opening import opened
 from slipstream.datasets.schema import describe
 from slipstream.errors import ConfigurationError, DatasetError, SlipstreamError, WriteError
 from slipstream.store.atomic import atomic_write
+from slipstream.text import install_hint
 
 Compression = Literal["none", "lz4", "zstd", "gzip"]
 _BATCH_BYTES = 32 << 20
@@ -126,9 +127,7 @@ def _options(compression: Compression) -> dict[str, Any]:
     try:
         import hdf5plugin  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ConfigurationError(
-            f"compression {compression} needs hdf5plugin: pip install 'slipstream[datasets]'"
-        ) from error
+        raise ConfigurationError(f"compression {compression} needs hdf5plugin: {install_hint('datasets')}") from error
     return dict(hdf5plugin.LZ4() if compression == "lz4" else hdf5plugin.Zstd(clevel=3))
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from slipstream.datasets.filters import Filter, can_decode
 from slipstream.errors import CorruptFileError, DatasetError
 from slipstream.store.container import machine_bytes
+from slipstream.text import install_hint
 
 Reading = Literal["contiguous", "chunks", "locked"]
 """How frames are read: ``contiguous`` by position, ``chunks`` by a table of their chunks and our own decoding, both in
@@ -159,7 +160,7 @@ def _reading(data: h5py.Dataset, plist: Any) -> tuple[Reading, str, tuple[Filter
         if not h5py.h5z.filter_avail(unknown[0].number):
             raise DatasetError(
                 f"{data.file.filename}: {data.name} is compressed with {unknown[0].name}, which HDF5 does not know "
-                "here; pip install 'slipstream[datasets]' brings more filters"
+                f"here; {install_hint('datasets')} brings more filters"
             )
         return "locked", f"it is compressed with {unknown[0].name}", filters
     return "chunks", "", filters

@@ -7,13 +7,15 @@ from typing import Any, Self
 
 import torch
 
+from slipstream.text import install_hint
+
 try:
     from tensordict import TensorDict, TensorDictBase
     from torchrl.data import Bounded, Categorical, Composite, Unbounded
     from torchrl.envs import EnvBase
 except ImportError as error:
     raise ImportError(
-        "NavigationEnv needs torchrl, which is not installed: pip install 'slipstream[train]', or torchrl by itself"
+        f"NavigationEnv needs torchrl, which is not installed: {install_hint('train')}, or torchrl by itself"
     ) from error
 
 from slipstream.nav.config import NavigationConfig

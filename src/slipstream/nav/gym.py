@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.text import install_hint
+
 try:
     import gymnasium
     from gymnasium.vector import AutoresetMode, VectorEnv
     from gymnasium.vector.utils import batch_space
 except ImportError as error:
-    raise ImportError(
-        "NavigationVectorEnv needs gymnasium, which is not installed: pip install 'slipstream[gym]'"
-    ) from error
+    raise ImportError(f"NavigationVectorEnv needs gymnasium, which is not installed: {install_hint('gym')}") from error
 
 from slipstream.nav.config import NavigationConfig
 from slipstream.nav.frame import MAX_SPEED_M_S

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import CodecError, ConfigurationError, ReplayError
+from slipstream.text import install_hint
 
 _COLOURS = (1, 3)
 _MAX_SIDE = 65_500
@@ -18,7 +19,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image  # noqa: PLC0415 - only for those who ask for it
     except ImportError as error:
-        raise ImportError("JPEG needs Pillow: pip install 'slipstream[images]'") from error
+        raise ImportError(f"JPEG needs Pillow: {install_hint('images')}") from error
     return Image
 
 

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.text import install_hint
+
 try:
     from torchrl.data.replay_buffers.samplers import Sampler
 except ImportError as error:
-    raise ImportError("EpisodeSliceSampler needs torchrl: pip install 'slipstream[train]'") from error
+    raise ImportError(f"EpisodeSliceSampler needs torchrl: {install_hint('train')}") from error
 
 from slipstream.errors import ConfigurationError, ReplayError
 from slipstream.replay.prefix_sum import PrefixSum

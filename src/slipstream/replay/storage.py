@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.text import install_hint
+
 try:
     from tensordict import TensorDict, is_tensor_collection
     from torchrl.data import TensorStorage
     from torchrl.data.replay_buffers.storages import Storage
 except ImportError as error:
-    raise ImportError("PackedEpisodeStorage needs torchrl: pip install 'slipstream[train]'") from error
+    raise ImportError(f"PackedEpisodeStorage needs torchrl: {install_hint('train')}") from error
 
 from slipstream.errors import ConfigurationError, OutOfRangeError, ReplayError, SlipstreamError, UnsupportedStateError
 from slipstream.replay.checkpointer import PackedCheckpointer

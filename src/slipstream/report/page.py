@@ -20,6 +20,7 @@ from slipstream.report.headline import headline
 from slipstream.report.markup import Html, data_block, element, join, section, text
 from slipstream.report.run import Run, read_run
 from slipstream.store.atomic import atomic_write
+from slipstream.text import install_hint
 
 FILE_NAME = "report.html"
 
@@ -148,7 +149,7 @@ def _plotly() -> Html:
         from plotly.offline import get_plotlyjs  # noqa: PLC0415 - only pages with charts need it
     except ImportError as error:
         raise ConfigurationError(
-            "charts need plotly, which is not installed: pip install 'slipstream[train]', or plotly by itself"
+            f"charts need plotly, which is not installed: {install_hint('train')}, or plotly by itself"
         ) from error
     return Html(get_plotlyjs())
 

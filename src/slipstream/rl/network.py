@@ -14,14 +14,14 @@ from slipstream.rl.distributions import IndependentBeta
 from slipstream.rl.folding import fold, folded_convolution, folded_linear, placement
 from slipstream.rl.gae import GAE
 from slipstream.rl.value_norm import ValueNorm
+from slipstream.text import install_hint
 
 try:
     from tensordict.nn import TensorDictModuleBase
     from tensordict.nn.probabilistic import InteractionType, interaction_type
 except ImportError as error:
     raise ImportError(
-        "slipstream.rl needs tensordict, which is not installed: pip install 'slipstream[train]', or tensordict by "
-        "itself"
+        f"slipstream.rl needs tensordict, which is not installed: {install_hint('train')}, or tensordict by itself"
     ) from error
 
 if TYPE_CHECKING:

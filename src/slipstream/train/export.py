@@ -20,6 +20,7 @@ from slipstream.errors import ConfigurationError
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import OBSERVATION_SHAPES, NavRLPolicy
 from slipstream.store.atomic import atomic_write
+from slipstream.text import install_hint
 
 Format = Literal["onnx", "torchscript"]
 
@@ -119,7 +120,7 @@ def _to_onnx(deployed: DeployedPolicy) -> bytes:
         import onnx  # noqa: F401, PLC0415 - an extra, which torch's exporter needs
         import onnxscript  # noqa: F401, PLC0415 - the same
     except ImportError:
-        raise ImportError("exporting to ONNX needs onnx and onnxscript: pip install 'slipstream[export]'") from None
+        raise ImportError(f"exporting to ONNX needs onnx and onnxscript: {install_hint('export')}") from None
     batch = torch.export.Dim("batch", min=1)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "policy.onnx"

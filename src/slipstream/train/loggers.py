@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from slipstream.text import install_hint
 from slipstream.train.folder import RunFolder
 from slipstream.train.settings import TrainSettings, WandbSettings
 
@@ -122,16 +123,16 @@ def make_loggers(settings: TrainSettings, config: dict[str, Any], folder: RunFol
             loggers.append(TensorBoardLogger(folder.tensorboard, first))
         except ImportError:
             logger.warning(
-                "TensorBoard is not installed, so nothing is written for it: pip install 'slipstream[train]', or "
-                "tensorboard by itself"
+                "TensorBoard is not installed, so nothing is written for it: %s, or tensorboard by itself",
+                install_hint("train"),
             )
     if settings.wandb.mode != "disabled":
         try:
             loggers.append(WandbLogger(settings.wandb, config, folder.path, folder.name))
         except ImportError:
             logger.warning(
-                "Weights & Biases is not installed, so nothing is logged there: pip install 'slipstream[train]', or "
-                "wandb by itself"
+                "Weights & Biases is not installed, so nothing is logged there: %s, or wandb by itself",
+                install_hint("train"),
             )
     return loggers
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from slipstream.text import install_hint
+
 try:
     from hydra import compose, initialize_config_dir
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,7 +23,7 @@ try:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 except ImportError as missing:
-    raise ImportError("training needs hydra-core: pip install 'slipstream[train]'") from missing
+    raise ImportError(f"training needs hydra-core: {install_hint('train')}") from missing
 
 import torch
 

@@ -9,6 +9,7 @@ import sys
 from typing import Any, ClassVar, Self
 
 from slipstream.checkpoint.manager import CheckpointManager
+from slipstream.text import install_hint
 
 
 class Adapter:
@@ -57,8 +58,8 @@ def _find_bases(cls: type[Adapter]) -> tuple[type, ...]:
             break
     if not found:
         raise ImportError(
-            f"{cls.__name__} needs {cls.package}, which is not installed: pip install 'slipstream[adapters]', or "
-            f"{cls.package} by itself"
+            f"{cls.__name__} needs {cls.package}, which is not installed: {install_hint('adapters')}, or {cls.package} "
+            "by itself"
         ) from failure
     return tuple(found)
 

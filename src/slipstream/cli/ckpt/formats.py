@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from slipstream.errors import CorruptFileError, SlipstreamError
+from slipstream.text import install_hint
 
 PATTERN = "checkpoint_iter_*.slip"  # what a CheckpointManager calls them
 
@@ -73,5 +74,5 @@ def require_safetensors() -> None:
         import safetensors.torch  # noqa: F401 - an extra
     except ImportError as error:
         raise SlipstreamError(
-            "safetensors files need a package that is not installed: pip install 'slipstream[safetensors]'"
+            f"safetensors files need a package that is not installed: {install_hint('safetensors')}"
         ) from error

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from slipstream import __version__
 from slipstream.cli.doctor.findings import Finding, note, ok, problem
+from slipstream.text import DISTRIBUTION, install_hint
 
 _REQUIREMENT = re.compile(r"\s*([\w.-]+)\s*(?:\[[^]]*\])?\s*\(?\s*(?:>=\s*([\w.]+))?")
 _EXTRA = re.compile(r"""extra\s*==\s*["']([^"']+)["']""")
-_OWN = "slipstream"
 
 
 class Package(NamedTuple):
@@ -46,7 +46,7 @@ def examine() -> Iterator[Finding]:
     place = Path(__file__).parents[2]
     yield ok("slipstream", f"{__version__} ({place})", version=__version__, folder=str(place))
     try:
-        requirements = required(metadata.requires(_OWN) or [])
+        requirements = required(metadata.requires(DISTRIBUTION) or [])
     except metadata.PackageNotFoundError:
         advice = "pip install . in its repository lets this command tell what is missing"
         yield note("packages", "slipstream runs from a folder and is not installed", advice)
@@ -107,7 +107,7 @@ def extra_finding(extra: str, packages: list[Package]) -> Finding:
     """Judge an extra: complete, or what is missing of it and how to get that."""
     values = {"extra": extra, "packages": {package.name: package.version for package in packages}}
     name, missing = f"extra {extra}", [package for package in packages if not package.is_fine]
-    command = f"pip install '{_OWN}[{extra}]'"
+    command = install_hint(extra)
     if missing:
         return note(name, _complaint(missing), command, **values, complete=False, command=command)
     return ok(name, ", ".join(map(str, packages)), **values, complete=True, command=command)
