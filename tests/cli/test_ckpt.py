@@ -274,7 +274,8 @@ def test_convert_goes_by_format_if_told_and_else_by_suffix(ckpt, run, tmp_path):
 def test_a_missing_safetensors_package_is_one_sentence(run, tmp_path):
     (tmp_path / "hidden" / "safetensors").mkdir(parents=True)
     (tmp_path / "hidden" / "safetensors" / "__init__.py").write_text("raise ImportError('hidden')")
-    result = alone("convert", step_file(run, 100), tmp_path / "a.safetensors", PYTHONPATH=str(tmp_path / "hidden"))
+    search_path = os.pathsep.join([str(tmp_path / "hidden"), *sys.path])
+    result = alone("convert", step_file(run, 100), tmp_path / "a.safetensors", PYTHONPATH=search_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("slipstream: ")
     assert result.stderr.endswith(install_hint("safetensors") + "\n")
