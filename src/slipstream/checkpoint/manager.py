@@ -25,7 +25,7 @@ from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.codecs import background_threads
 from slipstream.errors import CorruptFileError, FormatVersionError
-from slipstream.store.atomic import make_folder, sync_folder
+from slipstream.store.local import make_folder, sync_folder
 from slipstream.store.worker import Handle, Policy
 from slipstream.tree import Leaf, map_leaves
 from slipstream.tree import Path as TreePath

@@ -21,7 +21,7 @@ import torch
 from slipstream.codecs import compress_frames, decompress_frames
 from slipstream.codecs.lz4 import FRAME_BYTES
 from slipstream.errors import CodecError, CorruptFileError, WriteError
-from slipstream.store.atomic import atomic_write
+from slipstream.store.local import atomic_write
 
 _SAMPLE_BYTES = 64 << 10
 _WORTHWHILE = 0.98

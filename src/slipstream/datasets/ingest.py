@@ -48,7 +48,7 @@ from slipstream.errors import (
     SlipstreamError,
     WriteError,
 )
-from slipstream.store.atomic import make_folder, sync_folder
+from slipstream.store.local import make_folder, sync_folder
 
 _BATCH_BYTES = 32 << 20
 _MARK_BYTES = 256 << 20

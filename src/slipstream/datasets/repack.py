@@ -18,7 +18,7 @@ from slipstream.datasets.handles import Files
 from slipstream.datasets.opening import opened
 from slipstream.datasets.schema import describe
 from slipstream.errors import ConfigurationError, DatasetError, SlipstreamError, WriteError
-from slipstream.store.atomic import atomic_write
+from slipstream.store.local import atomic_write
 from slipstream.text import install_hint
 
 Compression = Literal["none", "lz4", "zstd", "gzip"]

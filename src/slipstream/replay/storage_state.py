@@ -20,8 +20,8 @@ from slipstream.replay.leaves import NEXT, leaves_from_json, leaves_to_json
 from slipstream.replay.log_state import load_log_state, log_state
 from slipstream.replay.runs import Runs
 from slipstream.replay.tail import Tail
-from slipstream.store.atomic import make_folder
 from slipstream.store.container import Container, write_container
+from slipstream.store.local import make_folder
 
 if TYPE_CHECKING:
     from slipstream.replay.storage import PackedEpisodeStorage

@@ -19,7 +19,7 @@ from slipstream.report.charts import Chart
 from slipstream.report.headline import headline
 from slipstream.report.markup import Html, data_block, element, join, section, text
 from slipstream.report.run import Run, read_run
-from slipstream.store.atomic import atomic_write
+from slipstream.store.local import atomic_write
 from slipstream.text import install_hint
 
 FILE_NAME = "report.html"

@@ -20,7 +20,7 @@ import torch
 from slipstream.codecs import Codec, background_threads
 from slipstream.rollout.files import SUFFIX, RolloutFile, write_rollout, zstd_level
 from slipstream.rollout.layout import Key, Rollout, take_apart
-from slipstream.store.atomic import make_folder
+from slipstream.store.local import make_folder
 from slipstream.store.worker import Handle, Policy, Worker
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from slipstream.codecs import Auto, Codec, Raw, parallel_map, part_shape
 from slipstream.codecs.base import check_out, check_reference
 from slipstream.codecs.words import own_scratch, scratch, word_dtype
 from slipstream.errors import CodecError, CorruptFileError, FormatVersionError, MissingEntryError, naming
-from slipstream.store.atomic import atomic_write
 from slipstream.store.index import MAX_AXES, MAX_CHUNK_BYTES, MAX_INDEX_BYTES, Chunk, Entry, Grid, Index
+from slipstream.store.local import atomic_write
 
 MAGIC = b"\x89SLIP\r\n\x1a"
 END_MAGIC = b"\x1a\n\rPILS\x89"

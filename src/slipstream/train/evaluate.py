@@ -16,7 +16,7 @@ from slipstream.errors import ConfigurationError
 from slipstream.nav.env import NavigationEnv
 from slipstream.rl.network import Choice, NavRLPolicy
 from slipstream.rollout.files import save_rollout_compressed
-from slipstream.store.atomic import atomic_write, make_folder
+from slipstream.store.local import atomic_write, make_folder
 from slipstream.train.settings import TrainSettings
 from slipstream.tree import import_tensordict
 

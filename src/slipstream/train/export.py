@@ -19,7 +19,7 @@ from torch import nn
 from slipstream.errors import ConfigurationError
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import OBSERVATION_SHAPES, NavRLPolicy
-from slipstream.store.atomic import atomic_write
+from slipstream.store.local import atomic_write
 from slipstream.text import install_hint
 
 Format = Literal["onnx", "torchscript"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigurationError
-from slipstream.store.atomic import atomic_write, make_folder
+from slipstream.store.local import atomic_write, make_folder
 from slipstream.train.settings import TrainSettings, load_yaml, to_yaml
 
 LAST = "last"

@@ -43,7 +43,7 @@ def _convert(source: Path, target: Path, kind: Format, *, force: bool, tensors_o
     """Write `target` and return a sentence about it; on any error there is none, or the old one."""
     from rich.filesize import decimal
 
-    from slipstream.store.atomic import make_folder, sync_folder
+    from slipstream.store.local import make_folder, sync_folder
 
     target = Path(os.path.realpath(target))
     if target.is_dir():

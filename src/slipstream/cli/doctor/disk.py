@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from slipstream.cli.doctor.findings import Finding, note, ok, problem
-from slipstream.store.atomic import atomic_write
+from slipstream.store.local import atomic_write
 
 _PIECE_BYTES = 8 << 20
 _MOST_BYTES = 128 << 20

@@ -17,7 +17,7 @@ from slipstream.cli.rollout.index import Key
 from slipstream.cli.rollout.roles import NEXT, Roles
 from slipstream.cli.rollout.tensors import array_of, leaves
 from slipstream.errors import SlipstreamError, WriteError
-from slipstream.store.atomic import atomic_write
+from slipstream.store.local import atomic_write
 
 Nested = dict[str, Any]
 """Arrays by name, and dicts of them."""

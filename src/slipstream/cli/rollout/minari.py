@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import SlipstreamError, WriteError
-from slipstream.store.atomic import atomic_write, make_folder, sync_folder
+from slipstream.store.local import atomic_write, make_folder, sync_folder
 
 if TYPE_CHECKING:
     import numpy as np

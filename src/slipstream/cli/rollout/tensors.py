@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import SlipstreamError
-from slipstream.store.atomic import atomic_write
+from slipstream.store.local import atomic_write
 
 
 def write_pt(target: Path, batch: Any) -> list[str]:

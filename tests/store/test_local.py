@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import DiskFullError, WriteError
-from slipstream.store.atomic import atomic_write, sweep
+from slipstream.store.local import atomic_write, sweep
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -153,7 +153,7 @@ def test_the_owner_of_a_replaced_file_is_kept(tmp_path):
 def test_a_child_forked_inside_the_block_leaves_the_file_to_its_parent(tmp_path, start, ending):
     script = f"""
         import os, sys
-        from slipstream.store.atomic import atomic_write
+        from slipstream.store.local import atomic_write
         child = None
         try:
             with atomic_write(sys.argv[1]) as file:
@@ -184,7 +184,7 @@ def test_a_folder_that_cannot_be_flushed_is_noticed_before_anything_is_replaced(
         parent.chmod(0o755)
     script = """
         import os, sys
-        from slipstream.store.atomic import atomic_write
+        from slipstream.store.local import atomic_write
         if os.geteuid() == 0:
             os.setuid(65534)
         try:
@@ -240,7 +240,7 @@ def test_a_folder_without_write_permission_is_an_error_that_names_the_file(tmp_p
     folder.mkdir(mode=0o555)
     script = """
         import os, sys
-        from slipstream.store.atomic import atomic_write
+        from slipstream.store.local import atomic_write
         if os.geteuid() == 0:
             os.setuid(65534)
         try:
@@ -260,7 +260,7 @@ def test_a_folder_without_write_permission_is_an_error_that_names_the_file(tmp_p
 def test_litter_of_a_killed_process_is_swept_and_a_living_writer_is_left_alone(tmp_path, start):
     script = """
         import sys, time
-        from slipstream.store.atomic import atomic_write
+        from slipstream.store.local import atomic_write
         with atomic_write(sys.argv[1]) as file:
             file.write(b"unfinished"); file.flush()
             print("writing", flush=True)
@@ -327,7 +327,7 @@ def test_data_is_flushed_before_the_rename_and_the_folder_after_it(tmp_path, mon
 def test_kill_9_at_any_instant_leaves_the_old_file_or_the_new_one(tmp_path, start):
     script = """
         import sys
-        from slipstream.store.atomic import atomic_write
+        from slipstream.store.local import atomic_write
         for round in range(1_000_000):
             with atomic_write(sys.argv[1]) as file:
                 file.write(bytes([round % 256]) * 300_000)
