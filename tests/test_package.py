@@ -18,6 +18,7 @@ LAYERS = [
     {"errors", "text"},
     {"codecs", "nav", "rl"},
     {"store"},
+    {"trajectory"},
     {"tensors", "tree"},
     {"checkpoint", "datasets", "replay", "rollout"},
     {"collect"},
@@ -25,7 +26,7 @@ LAYERS = [
     {"report"},
     {"cli", "__main__"},
 ]
-TORCH_FREE = ("errors", "text", "codecs", "store", "cli")
+TORCH_FREE = ("errors", "text", "codecs", "store", "trajectory", "cli")
 
 
 def imports_of(path: Path) -> set[str]:

@@ -218,7 +218,7 @@ def test_a_stack_whose_parts_have_different_keys_is_refused(same):
 def test_a_mask_that_is_none_is_damage(make_rollout, mask):
     taken = take_apart(make_rollout(40, 20))
     taken.arrays["exceptions"] = mask.numpy()
-    with pytest.raises(CorruptFileError, match="a mask of exceptions is"):
+    with pytest.raises(CorruptFileError, match="mask of exceptions is"):
         put_together(taken.layout, lambda name, rows: taken.arrays[name])
 
 

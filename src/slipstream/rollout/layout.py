@@ -1,14 +1,11 @@
 """What a rollout is: a TensorDict as named arrays, each observation once, and back.
 
-TorchRL keeps every observation twice: as that of step ``t``, and under ``next`` as what step ``t - 1`` led to. The two
-are equal, bit for bit, except where an episode ended and another began. Here such a pair is one array of ``T + 1``
-steps, a mask of the exceptions, and the rows of ``next`` where they are. Whether they are equal is checked for every
-step of every environment; a pair that differs in more than a quarter of its steps is kept as two arrays.
+An observation and its ``next`` are one array of ``T + 1`` steps, a mask of the steps where they differ, and the rows of
+``next`` there; see `slipstream.trajectory`. A pair that differs in more than a quarter of its steps stays two arrays.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,19 +16,18 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import CorruptFileError, FormatVersionError, RolloutError
-from slipstream.tensors import View, array_of, carrier, check_storable, settled, storage_of, view_storage
+from slipstream.tensors import View, carrier, check_storable, settled, storage_of, view_storage
+from slipstream.trajectory import NEXT, SharedNext, exception_rows, is_transposed
 from slipstream.tree import import_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 VERSION = 1
-NEXT = "next"
 Key = tuple[str, ...]
 Reader = Callable[[str, slice | None], NDArray[Any]]
 """Reads the array of a name, or some rows (environments) of it."""
 
-_MOST_EXCEPTIONS = 0.25
 _MAX_DEPTH = 64
 _MAX_SIZE = 1 << 40
 
@@ -287,52 +283,48 @@ def _walk(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
 
 
 def _keep(rollout: Rollout, key: Key, tensor: torch.Tensor) -> Field:
-    """Keep a tensor as an array of its own."""
-    name = _add(rollout, "/".join(key), tensor.clone(memory_format=torch.contiguous_format))
+    """Store a tensor as a separate array."""
+    content = _view_as_array(tensor.clone(memory_format=torch.contiguous_format))
+    name = _add(rollout, "/".join(key), content, carrier(tensor.dtype)[1])
     return Field(key, tensor.dtype, tuple(tensor.shape[2:]), name)
 
 
-def _add(rollout: Rollout, name: str, tensor: torch.Tensor) -> str:
-    unique, number = name, 2
+def _add(rollout: Rollout, name: str, array: NDArray[Any], is_float: bool) -> str:
+    """Store an array under a name that is not taken, and return that name."""
+    unique = name
+    number = 2
     while unique in rollout.arrays:
-        unique, number = f"{name}#{number}", number + 1
-    content = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
-    rollout.arrays[unique] = array_of(content, tensor.dtype, tuple(tensor.shape))
-    rollout.floats[unique] = carrier(tensor.dtype)[1]
+        unique = f"{name}#{number}"
+        number += 1
+    rollout.arrays[unique] = array
+    rollout.floats[unique] = is_float
     return unique
 
 
 def _check_axes(leaves: dict[Key, torch.Tensor]) -> None:
-    """Raise if something that changes follows along the first axis, of those that do not along the second."""
+    """Raise if ``next`` follows along the first axis of the batch, for pairs that are not shared along the second."""
     for key, root in leaves.items():
         after = leaves.get((NEXT, *key))
-        if after is None or (root.dtype, root.shape) != (after.dtype, after.shape) or len(root) < 2 or not root.numel():
+        if after is None or (root.dtype, root.shape) != (after.dtype, after.shape):
             continue
-        if _is_rare(_differs(after[:-1], root[1:])) and not _is_rare(_differs(root[:-1], root[1:])):
+        if is_transposed(_view_as_array(root), _view_as_array(after)):
             raise RolloutError(
-                f"{'/'.join(key)}: what is 'next' follows along the first axis of the batch and not along the second: "
-                "a rollout has the shape [environment, time, ...]; give batch.transpose(0, 1)"
+                f"{'/'.join(key)}: 'next' follows along the first axis of the batch and not along the second; "
+                "a rollout has the shape [environment, time, ...]: pass batch.transpose(0, 1)"
             )
 
 
-def _is_rare(differs: torch.Tensor) -> bool:
-    return int(differs.sum()) <= _MOST_EXCEPTIONS * differs.numel()
-
-
 def _share(rollout: Rollout, key: Key, root: torch.Tensor, after: torch.Tensor) -> tuple[Field, ...]:
-    """Keep an observation and its ``next`` as one array with a step more; nothing if they are not the same."""
-    environments, steps = root.shape[:2]
-    if (root.dtype, root.shape) != (after.dtype, after.shape) or not root.numel():
+    """Store an observation and its ``next`` as one array with one more step; returns nothing if that does not pay."""
+    if root.dtype != after.dtype:
         return ()
-    differs = _differs(after[:, :-1], root[:, 1:])
-    if not _is_rare(differs):
+    shared = SharedNext.of(_view_as_array(root), _view_as_array(after))
+    if shared is None:
         return ()
-    whole = torch.empty((environments, steps + 1, *root.shape[2:]), dtype=root.dtype, device="cpu")
-    whole[:, :-1].copy_(root)
-    whole[:, -1].copy_(after[:, -1])
-    name = _add(rollout, "/".join(key), whole)
-    mask = _mask(rollout, differs)
-    rows = _add(rollout, f"{NEXT}/{'/'.join(key)}", after[:, :-1][differs])
+    is_float = carrier(root.dtype)[1]
+    name = _add(rollout, "/".join(key), shared.whole, is_float)
+    mask = _mask(rollout, shared.breaks)
+    rows = _add(rollout, f"{NEXT}/{'/'.join(key)}", shared.exceptions, is_float)
     shape = tuple(root.shape[2:])
     return (
         Field(key, root.dtype, shape, name, extra=1),
@@ -340,22 +332,22 @@ def _share(rollout: Rollout, key: Key, root: torch.Tensor, after: torch.Tensor) 
     )
 
 
-def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Tell where two tensors differ in any bit, per environment and step."""
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
-    unequal = one.view(words) != other.view(words)
-    return unequal.flatten(2).any(-1) if unequal.ndim > 2 else unequal
+def _view_as_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """View a tensor on the CPU as the array that carries it; strides are kept."""
+    kind = carrier(tensor.dtype)[0]
+    # Integers of the same size hold the bits of dtypes that NumPy lacks.
+    if kind.kind == "u" and tensor.dtype != torch.uint8:
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+        return tensor.view(words).numpy().view(kind)
+    return tensor.numpy()
 
 
-def _mask(rollout: Rollout, differs: torch.Tensor) -> str:
-    """Keep a mask of exceptions; observations have the same as a rule, which is then kept once."""
-    mask = differs.numpy()
+def _mask(rollout: Rollout, breaks: NDArray[np.bool_]) -> str:
+    """Store a mask of breaks. Most observations have the same breaks, whose mask is stored once."""
     for name, array in rollout.arrays.items():
-        if name.startswith("exceptions") and np.array_equal(array, mask):
+        if name.startswith("exceptions") and np.array_equal(array, breaks):
             return name
-    return _add(rollout, "exceptions", differs)
+    return _add(rollout, "exceptions", breaks, is_float=False)
 
 
 def put_together(
@@ -397,11 +389,14 @@ def put_together(
         expected = (last - first, layout.num_steps + item.extra, *item.shape)
         if array.shape != expected or array.dtype != carrier(item.dtype)[0]:
             raise CorruptFileError(f"{'/'.join(item.key)} is {array.dtype}{list(array.shape)}, not {list(expected)}")
-        part = array[:, begin + item.lead : end + item.lead]
-        if item.extra or part.shape != array.shape:
-            part = np.array(part, order="C")
         if item.mask is not None and item.rows is not None:
-            _patch(part, fetch(item.mask, None), (first, last), (begin, end), functools.partial(read, item.rows))
+            breaks = fetch(item.mask, None)
+            exceptions = read(item.rows, exception_rows(breaks, slice(first, last)))
+            part = _next_of(item, array, breaks[first:last], exceptions, slice(begin, end))
+        else:
+            part = array[:, begin:end]
+            if item.extra or part.shape != array.shape:
+                part = np.array(part, order="C")
         members[item.key] = tensor_of(part, item.dtype, (*lead, *item.shape))
     batch_size = (*lead, *layout.batch_size[layout.time_dim + 1 :])
     try:
@@ -411,6 +406,15 @@ def put_together(
     except (RuntimeError, ValueError) as error:
         raise CorruptFileError(f"its tensors make no TensorDict of size {list(batch_size)} ({error})") from error
     return batch
+
+
+def _next_of(
+    item: Field, whole: NDArray[Any], breaks: NDArray[Any], exceptions: NDArray[Any], steps: slice
+) -> NDArray[Any]:
+    try:
+        return SharedNext(whole, breaks, exceptions).next(steps)
+    except ValueError as error:
+        raise CorruptFileError(f"{'/'.join(item.key)}: {error}") from error
 
 
 def assemble(
@@ -456,27 +460,6 @@ def _bounds(part: slice | None, size: int, what: str) -> tuple[int, int]:
         raise ValueError(f"{what} are chosen by a slice with step 1, not by {part!r}")
     start, stop, _ = part.indices(size)
     return start, max(start, stop)
-
-
-def _patch(
-    part: NDArray[Any],
-    mask: NDArray[Any],
-    envs: tuple[int, int],
-    steps: tuple[int, int],
-    read: Callable[[slice], NDArray[Any]],
-) -> None:
-    """Put the exceptions of ``next`` where they belong in a part of it."""
-    if mask.dtype != np.bool_ or mask.ndim != 2 or len(mask) < envs[1]:
-        raise CorruptFileError(f"a mask of exceptions is {mask.dtype}{list(mask.shape)}")
-    before = np.concatenate(([0], np.cumsum(mask.sum(axis=1))))
-    env, step = np.nonzero(mask[envs[0] : envs[1]])
-    if not env.size:
-        return
-    values = read(slice(int(before[envs[0]]), int(before[envs[1]])))
-    if values.shape != (env.size, *part.shape[2:]) or values.dtype != part.dtype:
-        raise CorruptFileError(f"there are {env.size} exceptions, and values of {values.dtype}{list(values.shape)}")
-    inside = (steps[0] <= step) & (step < steps[1])
-    part[env[inside], step[inside] - steps[0]] = values[inside]
 
 
 def tensor_of(array: NDArray[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

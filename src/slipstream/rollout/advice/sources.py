@@ -18,8 +18,9 @@ import torch
 from slipstream.errors import ConfigurationError, CorruptFileError, RolloutError, SlipstreamError
 from slipstream.rollout.compressed import CompressedTensorDict
 from slipstream.rollout.files import RolloutFile
-from slipstream.rollout.layout import NEXT, Key
+from slipstream.rollout.layout import Key
 from slipstream.store.container import MAGIC
+from slipstream.trajectory import NEXT
 from slipstream.tree import import_tensordict
 
 if TYPE_CHECKING:
