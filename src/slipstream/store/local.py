@@ -1,44 +1,97 @@
-"""Durable, atomic file writes: the whole new file or none of it, whatever happens in between.
+"""Files in local folders: opened safely, written whole and durably, cleaned up after a crash.
 
-A file is written under a temporary name in its own folder, flushed to the disk, renamed over the target, and the folder
-flushed as well. A writer holds a lock on its temporary file; the kernel drops it when the process dies, however that
-comes about, so anyone who can take the lock knows that the file is litter. Process ids would not do: they are reused,
-and mean nothing to another container on the same volume.
+A file is written under a temporary name in its folder, flushed to the disk, and then renamed or linked to its own name;
+after that the folder is flushed as well. The writer holds a lock on the temporary file. The kernel drops it when the
+process dies, so a process that can take the lock knows that the file is litter and deletes it (`sweep`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import functools
 import io
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from slipstream.errors import DiskFullError, WriteError
+from slipstream.errors import CorruptFileError, DiskFullError, LockedError, WriteError
+from slipstream.store.lock import FileLock, LockableFile, is_still_at, open_private, try_lock
 
-_PREFIX, _SUFFIX = ".slipstream-", ".tmp"
+_PREFIX = ".slipstream-"
+_SUFFIX = ".tmp"
+_PUBLISH_LOCK = f"{_PREFIX}publish.lock"
+_PUBLISH_TIMEOUT_S = 60.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+_FILE_TYPES = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "character device",
+    stat.S_IFBLK: "block device",
+}
+
+# Folders that this process has swept. A crash leaves a file or two, so once per process is enough.
 _swept: set[str] = set()
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading; anything else is refused immediately, without blocking.
+
+    Symbolic links are followed.
+
+    Args:
+        path: The file.
+
+    Returns:
+        A buffered binary file, positioned at its start.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CorruptFileError: If it is a folder, FIFO, socket or device.
+
+    Example:
+        >>> open_regular("/dev/zero")
+        Traceback (most recent call last):
+        ...
+        slipstream.errors.CorruptFileError: /dev/zero: is a character device, expected a regular file
+    """
+    # Look first: opening some devices has side effects, such as rewinding a tape.
+    _require_regular(path, Path(path).stat())
+    # Another file may take its place in between. With O_NONBLOCK, opening a FIFO does not wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _require_regular(path, os.fstat(descriptor))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _FILE_TYPES.get(stat.S_IFMT(status.st_mode), "special file")
+        raise CorruptFileError(f"{os.fspath(path)}: is a {kind}, expected a regular file")
 
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file for writing that appears under `path`, complete and durable, when the block ends without an error.
 
-    On any error, and on `kill -9`, an older file at `path` stays as it was. Missing parent folders are created. A
-    symbolic link is followed; permissions, and if we may the owner, of a replaced file are kept. Blocks until the data
-    is on disk. A child that is forked inside the block leaves the file to its parent.
+    If the block raises, or the process is killed, an older file at `path` is unchanged. Missing parent folders are
+    created. A symbolic link is followed; a replaced file keeps its permissions and, if allowed, its owner. Blocks until
+    the data is on disk. Threads and processes may write the same path; the last one wins. A child that is forked inside
+    the block leaves the file to its parent: the file object is closed in the child.
 
     Args:
         path: The file to create or replace.
 
     Yields:
-        A binary file without a buffer, positioned at its start; ``write`` writes everything or raises.
+        An unbuffered binary file, positioned at its start; ``write`` writes everything or raises.
 
     Raises:
         DiskFullError: If the disk, a quota or a file-size limit is exhausted.
@@ -51,46 +104,109 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         b'hello'
     """
     target = Path(os.path.realpath(path))
+    with translate_errors(target):
+        _require_replaceable(target)
+    with _write_then(_replace, target) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def write_new(target: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that appears as `target` when the block ends, unless that name exists by then.
+
+    Gives the guarantees of `atomic_write`, but never replaces a file: of several writers exactly one succeeds.
+
+    Args:
+        target: The file to create.
+
+    Yields:
+        An unbuffered binary file, positioned at its start; ``write`` writes everything or raises.
+
+    Raises:
+        FileExistsError: If the name exists; the existing file is unchanged.
+        WriteError: If the file cannot be written, `DiskFullError` among them.
+    """
+    with _write_then(_publish_new, target) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _write_then(publish: Callable[[Path, Path], None], target: Path) -> Iterator[BinaryIO]:
+    """Write a temporary file, flush it, call `publish(temporary, target)`, and flush the folder."""
     owner = os.getpid()
-    with _naming(target), contextlib.ExitStack() as cleanup:
-        _check_target(target)
-        make_folder(target.parent)
-        if str(target.parent) not in _swept:
-            sweep(target.parent)
-            _swept.add(str(target.parent))
-        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)  # now, while failing costs nothing
-        cleanup.callback(os.close, folder)
-        temporary, descriptor = _create_locked(target.parent)
-        cleanup.pop_all()
+    with contextlib.ExitStack() as cleanup:
+        with translate_errors(target):
+            make_folder(target.parent)
+            _sweep_once(target.parent)
+            # Opened now, while a failure costs nothing; after publishing it would be too late.
+            folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            cleanup.callback(os.close, folder)
+            temporary, file = _create_locked(target)
+        cleanup.callback(_delete, temporary, owner)
+        # Closed before it is deleted, but after it is published: the lock keeps other processes from sweeping it.
+        cleanup.callback(file.close)
+
+        yield cast("BinaryIO", file)
+
+        # A child that was forked inside the block ends up here, too.
+        if os.getpid() != owner:
+            return
+        with translate_errors(target):
+            _copy_permissions(target, file.fileno())
+            os.fsync(file.fileno())
+        publish(temporary, target)
+        _flush_published(target, folder)
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    with translate_errors(target):
+        temporary.replace(target)
+
+
+def _publish_new(temporary: Path, target: Path) -> None:
+    """Give a complete file its name, which must not exist yet; other than a rename, a link never replaces a file."""
     try:
-        file = _WholeFile(descriptor, target)
-        try:
-            yield cast("BinaryIO", file)
-            if os.getpid() == owner:
-                with _naming(target):
-                    _inherit(target, descriptor)
-                    os.fsync(descriptor)
-                    temporary.replace(target)
-        finally:
-            file.close()
-    except BaseException:
-        os.close(folder)
-        if os.getpid() == owner:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-        raise
-    try:
-        if os.getpid() == owner:
-            _sync_descriptor(folder)
+        os.link(temporary, target)
     except OSError as error:
-        reason = f"wrote {target}, which a power cut may still undo: its folder cannot be flushed ({error.strerror})"
+        if error.errno in _NO_LINKS:
+            _rename_new(temporary, target)
+        elif isinstance(error, FileExistsError):
+            raise _exists(target) from None
+        else:
+            raise write_error(target, error) from error
+
+
+def _rename_new(temporary: Path, target: Path) -> None:
+    """Rename a file to an unused name on a file system without hard links. A lock stands in for atomicity."""
+    with translate_errors(target), FileLock(target.parent / _PUBLISH_LOCK, timeout_s=_PUBLISH_TIMEOUT_S):
+        is_taken = os.path.lexists(target)
+        if not is_taken:
+            temporary.rename(target)
+    if is_taken:
+        raise _exists(target)
+
+
+def _exists(target: Path) -> FileExistsError:
+    return FileExistsError(errno.EEXIST, "the name is taken, and files are never replaced here", str(target))
+
+
+def _flush_published(target: Path, folder: int) -> None:
+    try:
+        _sync_descriptor(folder)
+    except OSError as error:
+        reason = f"wrote {target}, but a power cut may undo it: its folder cannot be flushed ({error.strerror})"
         raise WriteError(error.errno, reason) from error
-    finally:
-        os.close(folder)
+
+
+def _delete(temporary: Path, owner: int) -> None:
+    """Delete a temporary file if there still is one, and if it belongs to this process and not to its parent."""
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def make_folder(folder: Path) -> None:
-    """Create `folder` and its missing parents so that they survive a power cut."""
+    """Create `folder` and its missing parents so that they survive a power cut. Idempotent."""
     missing = []
     while not folder.exists():
         missing.append(folder)
@@ -101,43 +217,54 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the entries of `folder` to the disk: without it a rename may be undone by a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """Flush the entries of `folder` to the disk. Without it, a power cut may undo a rename."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _sync_descriptor(descriptor)
     finally:
         os.close(descriptor)
 
 
-def sweep(folder: str | os.PathLike[str]) -> list[Path]:
-    """Delete temporary files in `folder` whose writers are dead; files still being written are left alone.
+def _sync_descriptor(folder: int) -> None:
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        # Some network file systems cannot flush a folder.
+        if error.errno != errno.EINVAL:
+            raise
 
-    Called by `atomic_write` for the first file that a process writes into a folder.
+
+def sweep(folder: str | os.PathLike[str]) -> list[Path]:
+    """Delete temporary files in `folder` whose writers are dead; files that are being written are left alone.
+
+    `atomic_write` calls it for the first file that a process writes into a folder. Thread-safe and process-safe.
 
     Returns:
         The files that were deleted.
     """
     swept = []
     for path in Path(folder).glob(f"{_PREFIX}*{_SUFFIX}"):
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:  # not ours to delete, or gone meanwhile
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            swept.append(path)
-        except OSError:  # its writer is alive
-            continue
-        finally:
-            os.close(descriptor)
+        # Any error means: not ours to delete, deleted in the meantime, or on a file system without locks.
+        with (
+            contextlib.suppress(OSError),
+            open_private(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, LockableFile) as file,
+        ):
+            if try_lock(file):
+                path.unlink()
+                swept.append(path)
     return swept
 
 
-class _WholeFile(io.FileIO):
-    """A file whose writes are never partial, and whose errors say which file could not be written.
+def _sweep_once(folder: Path) -> None:
+    if str(folder) not in _swept:
+        sweep(folder)
+        _swept.add(str(folder))
 
-    It has no buffer: a forked child would flush its copy of one into the parent's file.
+
+class _WholeFile(io.FileIO):
+    """A file whose writes are never partial, and whose errors name the file that is being written.
+
+    It has no buffer, because a forked child would flush its copy of the buffer into the parent's file.
     """
 
     def __init__(self, descriptor: int, target: Path) -> None:
@@ -146,15 +273,45 @@ class _WholeFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
-        view = view.cast("B") if view.nbytes else memoryview(b"")
-        done = 0
-        with _naming(self._target):
-            while done < len(view):
-                done += super().write(view[done:]) or 0
-        return done
+        # A view of zero bytes cannot be cast.
+        if not view.nbytes:
+            return 0
+        view = view.cast("B")
+        written = 0
+        with translate_errors(self._target):
+            while written < len(view):
+                written += super().write(view[written:]) or 0
+        return written
 
 
-def _check_target(target: Path) -> None:
+def _create_locked(target: Path) -> tuple[Path, _WholeFile]:
+    """Create a temporary file in the target's folder and lock it."""
+    make_file = functools.partial(_WholeFile, target=target)
+    while True:
+        path = target.parent / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
+        file = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, make_file)
+        kept = False
+        try:
+            kept = _lock_unless_swept(file, path)
+        finally:
+            if not kept:
+                file.close()
+                path.unlink(missing_ok=True)
+        if kept:
+            return path, file
+
+
+def _lock_unless_swept(file: io.FileIO, path: Path) -> bool:
+    """Lock a new temporary file. Returns False if a sweep took it for litter before it was locked."""
+    try:
+        locked = try_lock(file)
+    except OSError:
+        # A file system without locks only loses the sweeping.
+        locked = True
+    return locked and is_still_at(file, path)
+
+
+def _require_replaceable(target: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         mode = target.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -163,49 +320,38 @@ def _check_target(target: Path) -> None:
             raise OSError(errno.EINVAL, "it exists and is not a regular file")
 
 
-def _inherit(target: Path, descriptor: int) -> None:
-    """Take over the owner and the permissions of the file that is about to be replaced."""
+def _copy_permissions(target: Path, descriptor: int) -> None:
+    """Give a new file the owner and the permissions of the file that it is about to replace, if there is one."""
     with contextlib.suppress(FileNotFoundError):
-        status = target.stat()
-        mine = os.fstat(descriptor)
-        if (status.st_uid, status.st_gid) != (mine.st_uid, mine.st_gid):
-            with contextlib.suppress(OSError):  # only root may give files away
-                os.fchown(descriptor, status.st_uid, status.st_gid)
-        os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
-
-
-def _sync_descriptor(folder: int) -> None:
-    try:
-        os.fsync(folder)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
-            raise
-
-
-def _create_locked(folder: Path) -> tuple[Path, int]:
-    """Create a temporary file and lock it; tries again if a sweep took it for litter before it was locked."""
-    while True:
-        path = folder / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            with contextlib.suppress(OSError):  # a file system without locks only loses the sweeping
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:
-                return path, descriptor
-        except BaseException:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
-            raise
-        os.close(descriptor)
+        old = target.stat()
+        new = os.fstat(descriptor)
+        if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+            # Only root may change the owner of a file.
+            with contextlib.suppress(OSError):
+                os.fchown(descriptor, old.st_uid, old.st_gid)
+        os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
 
 
 @contextlib.contextmanager
-def _naming(target: Path) -> Iterator[None]:
-    """Turn an error of the operating system into one that says which file could not be written."""
+def translate_errors(target: Path) -> Iterator[None]:
+    """Turn an `OSError` inside the block into a `WriteError` that names the file being written."""
     try:
         yield
-    except WriteError:
+    except (WriteError, LockedError):
         raise
     except OSError as error:
-        kind = DiskFullError if error.errno in _NO_SPACE else WriteError
-        raise kind(error.errno, f"cannot write {target}: {error.strerror or error}") from error
+        raise write_error(target, error) from error
+
+
+def write_error(target: Path, error: OSError, hint: str = "") -> WriteError:
+    """Return a `WriteError`, or `DiskFullError`, that says which file could not be written and why.
+
+    Args:
+        target: The file that was being written.
+        error: The error of the operating system.
+        hint: Appended to the message, such as ``; try again``.
+    """
+    kind = WriteError
+    if error.errno in _NO_SPACE:
+        kind = DiskFullError
+    return kind(error.errno, f"cannot write {target}: {error.strerror or error}{hint}")
