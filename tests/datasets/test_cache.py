@@ -269,7 +269,7 @@ def test_a_full_disk_leaves_what_can_be_gone_on_from(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True)
     assert "cannot write" in done.stdout
-    assert "ingesting again goes on where this stopped" in done.stdout
+    assert "run ingest again to continue where it stopped" in done.stdout
     assert not cache_path(path, SIZE).exists()
     assert ingest(path, SIZE).new_frames < 303
     assert issubclass(DiskFullError, OSError)

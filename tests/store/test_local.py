@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.errors import DiskFullError, WriteError
-from slipstream.store.local import atomic_write, sweep
+from slipstream.errors import CorruptFileError, DiskFullError, WriteError
+from slipstream.store.local import atomic_write, open_regular, sweep
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -347,3 +347,61 @@ def test_kill_9_at_any_instant_leaves_the_old_file_or_the_new_one(tmp_path, star
         assert len(content) == 300_000
         assert content == content[:1] * 300_000
         assert content[0] in (last_durable % 256, (last_durable + 1) % 256)
+
+
+def test_a_regular_file_is_opened_through_links(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    with open_regular(tmp_path / "link") as file:
+        assert file.read() == b"content"
+
+
+def test_a_missing_file_is_told_apart_from_a_damaged_one(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent"):
+        open_regular(tmp_path / "absent")
+    (tmp_path / "dangling").symlink_to("absent")
+    with pytest.raises(FileNotFoundError, match="dangling"):
+        open_regular(tmp_path / "dangling")
+
+
+def test_anything_but_a_regular_file_is_refused_immediately(tmp_path, start):
+    """In a process that can be killed: opening a FIFO the usual way waits for a writer for ever."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("fifo")
+    script = """
+        import socket, sys
+        from slipstream.errors import CorruptFileError
+        from slipstream.store.local import open_regular
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind("socket")
+        for path in ("fifo", "link", "socket", "/dev/zero", "/dev/tty", "."):
+            try:
+                open_regular(path)
+            except CorruptFileError as error:
+                print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [
+        "fifo: is a FIFO, expected a regular file",
+        "link: is a FIFO, expected a regular file",
+        "socket: is a socket, expected a regular file",
+        "/dev/zero: is a character device, expected a regular file",
+        "/dev/tty: is a character device, expected a regular file",
+        ".: is a folder, expected a regular file",
+    ]
+
+
+def test_a_file_replaced_by_a_pipe_just_before_it_is_opened_is_refused_without_waiting(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    os_open = os.open
+
+    def replace_first(name: object, flags: int, *arguments: int) -> int:
+        path.unlink()
+        os.mkfifo(path)
+        return os_open(path, flags, *arguments)
+
+    monkeypatch.setattr(os, "open", replace_first)
+    with pytest.raises(CorruptFileError, match="is a FIFO"):
+        open_regular(path)

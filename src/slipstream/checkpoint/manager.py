@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import math
 import os
@@ -26,6 +25,7 @@ from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.codecs import background_threads
 from slipstream.errors import CorruptFileError, FormatVersionError
 from slipstream.store.local import make_folder, sync_folder
+from slipstream.store.lock import FileLock
 from slipstream.store.worker import Handle, Policy
 from slipstream.tree import Leaf, map_leaves
 from slipstream.tree import Path as TreePath
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 BASES = ".bases"
 SUFFIX = ".slip"
 _NAME = re.compile(r"checkpoint_iter_(\d+)\.slip")
+# Another process may be writing a large checkpoint. A longer wait means that it hangs.
+_LOCK_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -323,9 +325,7 @@ class CheckpointManager:
     @contextlib.contextmanager
     def _folder_lock(self) -> Iterator[None]:
         """Keep other managers of the same folder, in this process or another, from pruning under our feet."""
-        with self._lock, (self.folder / ".lock").open("w") as file:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with self._lock, FileLock(self.folder / ".lock", timeout_s=_LOCK_TIMEOUT_S):
             yield
 
 

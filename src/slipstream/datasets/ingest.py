@@ -8,13 +8,11 @@ goes on checks the frames after the mark and drops what is not sound. The file g
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 import xxhash
@@ -40,15 +38,9 @@ from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn
 from slipstream.datasets.handles import Files
 from slipstream.datasets.memory import aligned
 from slipstream.datasets.schema import describe
-from slipstream.errors import (
-    ConfigurationError,
-    DatasetError,
-    DiskFullError,
-    MissingEntryError,
-    SlipstreamError,
-    WriteError,
-)
-from slipstream.store.local import make_folder, sync_folder
+from slipstream.errors import ConfigurationError, DatasetError, MissingEntryError, SlipstreamError
+from slipstream.store.local import make_folder, sync_folder, write_error
+from slipstream.store.lock import LockableFile, is_still_at, open_private, try_lock
 
 _BATCH_BYTES = 32 << 20
 _MARK_BYTES = 256 << 20
@@ -194,17 +186,15 @@ def _partial(target: Path, *, anew: bool) -> Iterator[BinaryIO]:
     """Open the unfinished file, alone; it stays if something goes wrong."""
     path = _part_path(target)
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with os.fdopen(descriptor, "r+b", buffering=0) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DatasetError(f"{target}: another process is writing it") from None
-            if not os.fstat(file.fileno()).st_nlink or not path.exists():
-                continue  # finished and renamed by another process between opening and locking
+        with open_private(path, os.O_RDWR | os.O_CREAT, LockableFile) as file:
+            if not try_lock(file):
+                raise DatasetError(f"{target}: another process is writing it")
+            # Another process may have finished and renamed the file between opening and locking.
+            if not is_still_at(file, path):
+                continue
             if anew:
                 file.truncate(0)
-            yield file
+            yield cast("BinaryIO", file)
             return
 
 
@@ -349,6 +339,4 @@ def _naming(target: Path, source: Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None and Path(error.filename).absolute() == source.absolute():
             raise
-        kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else WriteError
-        reason = f"cannot write {target}: {error.strerror or error}; ingesting again goes on where this stopped"
-        raise kind(error.errno, reason) from error
+        raise write_error(target, error, "; run ingest again to continue where it stopped") from error

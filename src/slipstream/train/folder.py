@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -11,8 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ConfigurationError
+from slipstream.errors import ConfigurationError, LockedError
 from slipstream.store.local import atomic_write, make_folder
+from slipstream.store.lock import FileLock
 from slipstream.train.settings import TrainSettings, load_yaml, to_yaml
 
 LAST = "last"
@@ -36,7 +36,7 @@ class RunFolder:
         self.tensorboard = self.path / "tb"
         self.evaluations = self.path / "eval"
         self.report = self.path / "report.html"
-        self._lock: int | None = None
+        self._lock = FileLock(self.path / ".lock")
 
     @property
     def name(self) -> str:
@@ -87,23 +87,16 @@ class RunFolder:
 
     def _claim(self) -> None:
         """Keep other processes from training here until this one ends."""
-        if self._lock is not None:
+        if self._lock.held:
             return
-        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise ConfigurationError(f"{self.path} is in use: another process trains there") from None
-        except OSError:  # a file system without locks
-            pass
-        self._lock = lock
+            self._lock.acquire()
+        except LockedError as error:
+            raise ConfigurationError(f"{self.path} is in use: another process trains there ({error})") from error
 
     def release(self) -> None:
         """Let other processes train here."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.release()
 
 
 def find_run(settings: TrainSettings) -> RunFolder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -16,6 +15,7 @@ from rich.filesize import decimal
 
 from slipstream.cli.doctor.findings import Finding, note, ok, problem
 from slipstream.store.local import atomic_write
+from slipstream.store.lock import try_lock
 
 _PIECE_BYTES = 8 << 20
 _MOST_BYTES = 128 << 20
@@ -96,14 +96,14 @@ def hard_links(folder: Path) -> Finding:
 def locks(folder: Path) -> Finding:
     """Say whether one process can lock a file against another, which keeps writers of one folder apart."""
     advice = "let no two processes write into one folder here, or choose another file system"
-    with (folder / "lock").open("w") as mine, (folder / "lock").open("w") as another:
+    path = folder / "lock"
+    with path.open("wb", buffering=0) as mine, path.open("wb", buffering=0) as another:
         try:
-            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(mine)
+            excludes = not try_lock(another)
         except OSError as error:
             return note("file locks", f"none in this folder ({error.strerror})", advice, supported=False)
-        try:
-            fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if excludes:
             return ok("file locks", "work, writers of one folder are kept apart", supported=True)
     return note("file locks", "in this folder lock nothing", advice, supported=False)
 
