@@ -293,7 +293,7 @@ def test_a_pipe_in_place_of_a_file_is_a_problem_and_nobody_waits_for_it(builder)
     (run.folder / "eval").mkdir(parents=True)
     for name in ("metrics.jsonl", "config.yaml", "eval/final.json"):
         os.mkfifo(run.folder / name)
-    assert all("is not a regular file" in problem for problem in read_run(run.folder).problems)
+    assert all("is a FIFO, expected a file" in problem for problem in read_run(run.folder).problems)
     assert len(read_run(run.folder).problems) == 3
 
 

@@ -383,12 +383,12 @@ def test_anything_but_a_regular_file_is_refused_immediately(tmp_path, start):
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == [
-        "fifo: is a FIFO, expected a regular file",
-        "link: is a FIFO, expected a regular file",
-        "socket: is a socket, expected a regular file",
-        "/dev/zero: is a character device, expected a regular file",
-        "/dev/tty: is a character device, expected a regular file",
-        ".: is a folder, expected a regular file",
+        "fifo: is a FIFO, expected a file",
+        "link: is a FIFO, expected a file",
+        "socket: is a socket, expected a file",
+        "/dev/zero: is a character device, expected a file",
+        "/dev/tty: is a character device, expected a file",
+        ".: is a folder, expected a file",
     ]
 
 

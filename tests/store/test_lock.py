@@ -5,7 +5,6 @@ import errno
 import fcntl
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -51,7 +50,7 @@ def test_a_lock_excludes_other_processes_and_says_who_holds_it(tmp_path, start):
     assert holder.stdout.readline() == "locked\n"
     with pytest.raises(LockedError) as caught:
         FileLock(tmp_path / ".lock").acquire()
-    assert str(caught.value) == f"{tmp_path}/.lock is locked by process {holder.pid} on {socket.gethostname()}"
+    assert str(caught.value) == f"{tmp_path}/.lock is locked by process {holder.pid} on {os.uname().nodename}"
     assert isinstance(caught.value, TimeoutError)
 
 

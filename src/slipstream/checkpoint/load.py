@@ -13,6 +13,7 @@ from slipstream.checkpoint.native import NativeFile, path_matches
 from slipstream.checkpoint.portable import read_portable
 from slipstream.errors import CorruptFileError
 from slipstream.store.container import MAGIC, machine_bytes
+from slipstream.store.local import open_regular
 from slipstream.text import install_hint
 from slipstream.tree import is_tensordict, map_leaves
 
@@ -28,7 +29,7 @@ def find_format(path: Path) -> Format:
     Raises:
         CorruptFileError: If it is none that we read.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(16)
     if head.startswith(MAGIC):
         return "native"
@@ -78,8 +79,6 @@ def load_checkpoint(
     packed = path.with_name(path.name + ".lz4")
     if not path.exists() and packed.exists():
         path = packed
-    if path.is_dir():
-        raise CorruptFileError(f"{path}: is a folder, expected a file")
     kind = find_format(path)
     if kind == "native":
         with NativeFile(path) as file:

@@ -21,7 +21,7 @@ import torch
 from slipstream.codecs import compress_frames, decompress_frames
 from slipstream.codecs.lz4 import FRAME_BYTES
 from slipstream.errors import CodecError, CorruptFileError, WriteError
-from slipstream.store.local import atomic_write
+from slipstream.store.local import atomic_write, open_regular
 
 _SAMPLE_BYTES = 64 << 10
 _WORTHWHILE = 0.98
@@ -126,7 +126,8 @@ def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bo
     Raises:
         CorruptFileError: If the file is damaged, or holds what only running its code could load.
     """
-    content = path.read_bytes()
+    with open_regular(path) as file:
+        content = file.read()
     if compressed:
         try:
             content = b"".join(decompress_frames(content, max_bytes))

@@ -26,6 +26,7 @@ from slipstream.datasets.handles import Files
 from slipstream.datasets.identity import Identity, fingerprint
 from slipstream.datasets.memory import scratch
 from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
+from slipstream.store.local import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ class FrameCache:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.identity = Identity.of(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             self.header, self.data_offset = read_header(path, file)
             file.seek(-min(FOOTER.size, self.identity.size_bytes), os.SEEK_END)
             footer = file.read()

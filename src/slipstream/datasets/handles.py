@@ -20,6 +20,7 @@ import h5py
 
 from slipstream.datasets.identity import Identity
 from slipstream.errors import DatasetError
+from slipstream.store.local import open_descriptor
 
 MAX_OPEN = 64
 _MAX_OPEN_HDF5 = 4
@@ -90,7 +91,7 @@ class Files:
             if entry is None:
                 self._evict()
                 path = self.paths[number]
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = open_descriptor(path)
                 try:
                     self._identities[number].check(path, descriptor)
                 except BaseException:

@@ -10,6 +10,7 @@ from pathlib import Path
 import xxhash
 
 from slipstream.errors import CorruptFileError, DatasetError
+from slipstream.store.local import open_regular
 
 _EDGE_BYTES = 64 << 10
 _SAMPLE_BYTES = 4 << 10
@@ -62,7 +63,7 @@ def fingerprint(path: Path) -> str:
     """Return a checksum of a file's first and last 64 KiB and of 16 places between them, whatever its size."""
     size = path.stat().st_size
     digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest.update(file.read(_EDGE_BYTES))
         for number in range(1, _NUM_SAMPLES + 1):
             file.seek(size * number // (_NUM_SAMPLES + 1))

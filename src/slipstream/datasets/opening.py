@@ -18,6 +18,7 @@ import numpy as np
 
 from slipstream.datasets.identity import Identity
 from slipstream.errors import ConfigurationError, CorruptFileError, DatasetError, MissingEntryError, SlipstreamError
+from slipstream.store.local import open_regular
 
 with contextlib.suppress(ImportError):
     import hdf5plugin  # noqa: F401 - tells HDF5 of more filters
@@ -63,7 +64,7 @@ def opened(path: Path) -> Iterator[tuple[h5py.File, Identity]]:
         DatasetError: If it changed in the meantime.
     """
     identity = Identity.of(path)
-    with path.open("rb") as raw:
+    with open_regular(path) as raw:
         _check_signature(path, raw, identity.size_bytes)
     try:
         file = h5py.File(path, "r", locking="best-effort")

@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.errors import CorruptFileError, FormatVersionError
 from slipstream.report.numbers import number_of
+from slipstream.store.local import open_regular
 
 FORMAT, VERSION = "slipstream.evaluation", 1
 MAX_FILE_BYTES = 1 << 20
@@ -78,7 +79,7 @@ def read_evaluation(path: Path) -> Evaluation:
         FormatVersionError: If a newer release wrote it.
         OSError: If it cannot be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise CorruptFileError(f"{path}: is not an evaluation, it has more than {MAX_FILE_BYTES} bytes")

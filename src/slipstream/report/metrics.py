@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.report.numbers import number_of
+from slipstream.store.local import open_regular
 
 MAX_LINE_BYTES = 1 << 20
 MAX_COLUMNS = 400
@@ -170,7 +171,7 @@ def read_metrics(path: Path) -> Metrics:
 
 def _lines(path: Path) -> Iterator[bytes | None]:
     """Yield lines that are not blank; None for one that is too long to be a line of metrics."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while line := file.readline(MAX_LINE_BYTES):
             too_long = len(line) == MAX_LINE_BYTES and not line.endswith(b"\n")
             while too_long and (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):

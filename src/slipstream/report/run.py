@@ -15,6 +15,7 @@ from slipstream.errors import ConfigurationError, SlipstreamError
 from slipstream.report.evaluations import Evaluation, Scenario, read_evaluation
 from slipstream.report.flights import read_flights
 from slipstream.report.metrics import Metrics, read_metrics
+from slipstream.store.local import open_regular
 
 MAX_CONFIG_BYTES = 256 << 10
 MAX_EVALUATIONS = 200
@@ -119,9 +120,6 @@ def _check_folder(path: Path) -> None:
 
 def _try(read: Callable[[Path], T], path: Path, problems: list[str]) -> T | None:
     """Return what could be read; if there is nothing, None; if it is damaged, None and a sentence."""
-    if path.exists() and not path.is_file():  # a pipe would keep us waiting
-        problems.append(f"{path}: is not a regular file")
-        return None
     try:
         return read(path)
     except FileNotFoundError:
@@ -134,7 +132,7 @@ def _try(read: Callable[[Path], T], path: Path, problems: list[str]) -> T | None
 
 
 def _read_config(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         content = file.read(MAX_CONFIG_BYTES + 1)
     end = "\n(cut off here)" if len(content) > MAX_CONFIG_BYTES else ""
     return content[:MAX_CONFIG_BYTES].decode("utf-8", "replace") + end

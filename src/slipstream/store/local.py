@@ -58,24 +58,34 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         >>> open_regular("/dev/zero")
         Traceback (most recent call last):
         ...
-        slipstream.errors.CorruptFileError: /dev/zero: is a character device, expected a regular file
+        slipstream.errors.CorruptFileError: /dev/zero: is a character device, expected a file
     """
+    return os.fdopen(open_descriptor(path), "rb")
+
+
+def open_descriptor(path: str | os.PathLike[str]) -> int:
+    """Open a regular file for reading as `open_regular` does, and return its descriptor; the caller closes it."""
     # Look first: opening some devices has side effects, such as rewinding a tape.
-    _require_regular(path, Path(path).stat())
+    check_regular(path)
     # Another file may take its place in between. With O_NONBLOCK, opening a FIFO does not wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _require_regular(path, os.fstat(descriptor))
-        return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+    return descriptor
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise as `open_regular` does, without opening the file; for paths that another library will open."""
+    _require_regular(path, Path(path).stat())
 
 
 def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _FILE_TYPES.get(stat.S_IFMT(status.st_mode), "special file")
-        raise CorruptFileError(f"{os.fspath(path)}: is a {kind}, expected a regular file")
+        raise CorruptFileError(f"{os.fspath(path)}: is a {kind}, expected a file")
 
 
 @contextlib.contextmanager

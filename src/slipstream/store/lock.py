@@ -16,7 +16,6 @@ import fcntl
 import io
 import os
 import re
-import socket
 import time
 import weakref
 from collections.abc import Callable
@@ -172,7 +171,7 @@ class FileLock:
             return "another process"
         pid = int(match[1])
         host = match[2].decode()
-        if (pid, host) == (os.getpid(), socket.gethostname()):
+        if (pid, host) == (os.getpid(), os.uname().nodename):
             return f"this process (pid {pid})"
         return f"process {pid} on {host}"
 
@@ -204,7 +203,7 @@ def _leave_note(file: io.FileIO) -> None:
     # The lock itself needs no space, so a full disk does not matter.
     with contextlib.suppress(OSError):
         file.truncate(0)
-        file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+        file.write(f"pid {os.getpid()} on {os.uname().nodename}\n".encode())
 
 
 def _close_inherited() -> None:

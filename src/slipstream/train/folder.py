@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigurationError, LockedError
-from slipstream.store.local import atomic_write, make_folder
+from slipstream.store.local import atomic_write, make_folder, open_regular
 from slipstream.store.lock import FileLock
 from slipstream.train.settings import TrainSettings, load_yaml, to_yaml
 
@@ -112,7 +112,7 @@ def find_run(settings: TrainSettings) -> RunFolder:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a ``metrics.jsonl``; what a crash cut off is left out."""
     rows = []
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for line in file:
             with contextlib.suppress(ValueError):
                 row = json.loads(line)

@@ -17,6 +17,7 @@ from slipstream.checkpoint.state import compare_states
 from slipstream.errors import ConfigurationError, CorruptFileError, StateMismatchError
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy
+from slipstream.store.local import open_regular
 from slipstream.train.settings import TrainSettings, compose_settings, override_settings, settings_from
 
 _LISTED = 4
@@ -99,7 +100,7 @@ def _newest(folder: Path) -> Path:
 
 def _metrics_of(path: Path) -> Mapping[str, Any]:
     """Return the metrics that a native checkpoint was saved with; nothing for other files."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if not file.read(8):
             raise CorruptFileError(f"{path} is empty")
     try:

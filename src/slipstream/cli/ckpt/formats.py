@@ -6,7 +6,8 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from slipstream.errors import CorruptFileError, SlipstreamError
+from slipstream.errors import SlipstreamError
+from slipstream.store.local import check_regular, open_regular
 from slipstream.text import install_hint
 
 PATTERN = "checkpoint_iter_*.slip"  # what a CheckpointManager calls them
@@ -55,17 +56,8 @@ def is_native(path: Path) -> bool:
     """Tell a native checkpoint from those of other formats, without torch."""
     from slipstream.store.container import MAGIC
 
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(len(MAGIC)) == MAGIC
-
-
-def check_regular(path: Path) -> None:
-    """Raise unless there is a file."""
-    if path.is_dir():
-        raise CorruptFileError(f"{path}: is a folder, expected a file")
-    path.stat()  # raises if there is none
-    if not path.is_file():
-        raise CorruptFileError(f"{path}: is not a regular file")
 
 
 def require_safetensors() -> None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.ckpt.formats import check_regular, find_format, is_native
+from slipstream.cli.ckpt.formats import find_format, is_native
 from slipstream.cli.ckpt.options import JsonOption
 from slipstream.cli.ckpt.reading import load, one_line
+from slipstream.store.local import check_regular
 
 if TYPE_CHECKING:
     from slipstream.cli.ckpt.listing import Listing

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.ckpt.formats import PATTERN, Format, check_regular, find_format
+from slipstream.cli.ckpt.formats import PATTERN, Format, find_format
 from slipstream.cli.ckpt.options import JsonOption
 from slipstream.cli.ckpt.reading import is_refusal, load, one_line, reading
 from slipstream.errors import CorruptFileError, FormatVersionError
+from slipstream.store.local import check_regular, open_regular
 
 if TYPE_CHECKING:
     from slipstream.checkpoint.native import NativeFile
@@ -143,7 +144,7 @@ def _damage(file: NativeFile, label: str, known: dict[tuple[int, int], list[str]
 
 
 def _is_zip(file: Path) -> bool:
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         return opened.read(2) == b"PK"
 
 

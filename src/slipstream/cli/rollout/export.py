@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.ckpt.formats import check_regular
 from slipstream.cli.ckpt.reading import one_line, reading
 from slipstream.errors import SlipstreamError
+from slipstream.store.local import check_regular
 
 if TYPE_CHECKING:
     from slipstream.cli.rollout.index import Key, RolloutIndex

@@ -6,7 +6,7 @@ import errno
 import re
 from pathlib import Path
 
-from slipstream.cli.ckpt.formats import check_regular
+from slipstream.store.local import check_regular
 
 PATTERN = "rollout_*.slip"
 _NAME = re.compile(r"rollout_(\d{6,})\.slip")  # what a RolloutStorage calls them

@@ -20,6 +20,7 @@ from slipstream.rollout.compressed import CompressedTensorDict
 from slipstream.rollout.files import RolloutFile
 from slipstream.rollout.layout import Key
 from slipstream.store.container import MAGIC
+from slipstream.store.local import open_regular
 from slipstream.trajectory import NEXT
 from slipstream.tree import import_tensordict
 
@@ -114,9 +115,7 @@ def _kept(num_envs: int, size: int) -> int:
 
 def _from_file(path: Path) -> Source:
     """Read a saved batch; which format it has is told by its content."""
-    if path.exists() and not path.is_file():
-        raise CorruptFileError(f"{path}: is not a regular file")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(8)
     if head == MAGIC:
         return _from_rollout(path)
@@ -208,10 +207,10 @@ def _number(path: Path) -> int:
 def iteration_time(path: Path) -> float | None:
     """Return how many seconds an iteration took by the newest line that tells; None if there is none, or no file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             lines = file.read().splitlines()
-    except OSError:
+    except (OSError, CorruptFileError):
         return None
     for line in reversed(lines):
         try:
