@@ -43,9 +43,9 @@ from tensordict import TensorDict
 
 from slipstream import CompressedTensorDict, NavigationConfig, NavigationEnv, RolloutStorage, load_rollout
 from slipstream.codecs import Codec
+from slipstream.rollout.batch import split_batch
 from slipstream.rollout.compressed import grouped_indices
 from slipstream.rollout.files import write_rollout
-from slipstream.rollout.layout import take_apart
 
 PEERS = ("lz4", "zstandard", "blosc2", "pcodec", "openzl")
 ENVS, STEPS = 1024, 32
@@ -204,7 +204,7 @@ def ours(name: str, path: Path, *, verify: bool) -> Contender:
     codecs: dict[str, Codec] = {}
     return Contender(
         name,
-        lambda batch: write_rollout(take_apart(batch), path, 1, {}, 1, codecs=codecs, verify=verify),
+        lambda batch: write_rollout(split_batch(batch), path, 1, {}, 1, codecs=codecs, verify=verify),
         load_rollout,
         lambda written: written.stat().st_size,
     )

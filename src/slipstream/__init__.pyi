@@ -63,9 +63,9 @@ from .rl.network import NavRLPolicy as NavRLPolicy
 from .rl.ppo import PPO as PPO
 from .rollout.advice import Advice as Advice
 from .rollout.advice import advise as advise
+from .rollout.batch import load_rollout as load_rollout
+from .rollout.batch import save_rollout_compressed as save_rollout_compressed
 from .rollout.compressed import CompressedTensorDict as CompressedTensorDict
-from .rollout.files import load_rollout as load_rollout
-from .rollout.files import save_rollout_compressed as save_rollout_compressed
 from .rollout.storage import RolloutStorage as RolloutStorage
 from .store.container import Container as Container
 from .store.container import write_container as write_container

@@ -255,22 +255,25 @@ def test_verify_finds_a_layout_that_does_not_fit_the_arrays(rollout, file):
     sound = layout(file)
     changes: list[tuple[dict[str, Any], str]] = [
         ({"batch_size": [6, 9]}, "expected float32[6, 10, 3]"),
-        ({"time_dim": 2}, "cannot be read"),
+        ({"time_dim": 2}, "time is axis 2 of a batch of size [6, 8]"),
         ({"version": 2}, "layout version 2"),
-        ({"fields": [{**sound["fields"][0], "array": "absent"}]}, "cannot be read"),
+        (
+            {"fields": [{**sound["fields"][0], "array": "absent"}]},
+            "array 'absent' of agents/observation/s",
+        ),
         ({"fields": [{**sound["fields"][0], "dtype": "float16"}]}, "expected float16"),
-        ({"fields": [{**sound["fields"][0], "dtype": "load"}]}, "there is no dtype 'load'"),
-        ({"fields": sound["fields"][:1] * 2}, "says more than once where agents/observation/state is"),
-        ({"fields": [*sound["fields"], {**sound["fields"][2], "key": ["agents"]}]}, "both as a tensor and as keys"),
+        ({"fields": [{**sound["fields"][0], "dtype": "load"}]}, "unknown dtype 'load'"),
+        ({"fields": sound["fields"][:1] * 2}, "key 'agents/observation/state' occurs twice"),
+        ({"fields": [*sound["fields"], {**sound["fields"][2], "key": ["agents"]}]}, "lies below the tensor 'agents'"),
     ]
     for change, reason in changes:
-        rewrite(file, rollout={**sound, **change})
+        rewrite(file, rollout={**sound, "nodes": [], **change})
         result = rollout("verify", file)
         assert (result.code, result.err) == (1, ""), change
         assert reason in result.out
         assert one_line(rollout("inspect", file))
     rewrite(file, rollout=None)
-    assert "does not say how its rollout is laid out" in rollout("verify", file).out
+    assert "has no rollout layout" in rollout("verify", file).out
     rewrite(file, rollout=sound)
     assert rollout("verify", file).code == 0
 
@@ -546,7 +549,7 @@ def test_errors_are_one_line_that_says_what_was_expected(rollout, file, tmp_path
     bare = TensorDict({"observation": torch.ones(2, 3, 4), "next": {"observation": torch.ones(2, 3, 4)}}, [2, 3])
     result = rollout("export", save_rollout_compressed(bare, tmp_path / "bare.slip"), tmp_path / "out.h5")
     assert one_line(result)
-    assert "has no next/agents/reward or next/reward for the reward of an episode; --reward names another" in result.err
+    assert "has no next/agents/reward or next/reward for the reward of an episode; name another key" in result.err
     assert not list(tmp_path.glob("out*"))
 
 

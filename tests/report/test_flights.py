@@ -140,10 +140,10 @@ def _something_else(batch, metadata):
         (_nowhere, "drone/position is not finite everywhere"),
         (_unheard_of, "outcome that is unknown"),
         (_two_worlds, "drone/position has the shape (2, 61, 6, 3), expected one world"),
-        (_half, "drone/position is not a tensor of torch.float32"),
+        (_half, "drone/position is float16, expected float32"),
         (_fewer, "do not fit their outcomes"),
-        (_no_lidar, "lacks a key"),
-        (_something_else, "lacks a key"),
+        (_no_lidar, "a key of them is missing"),
+        (_something_else, "a key of them is missing"),
     ],
 )
 def test_a_file_that_is_sound_but_no_record_of_flights_is_named_with_what_is_wrong(pack, change, words):

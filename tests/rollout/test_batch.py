@@ -7,22 +7,27 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from slipstream import CorruptFileError, RolloutError, UnsupportedStateError
-from slipstream.rollout.layout import Layout, Rollout, put_together, take_apart
+from slipstream.rollout.batch import build_batch, split_batch
+from slipstream.rollout.files import read_fields
+from slipstream.rollout.layout import Layout, Rollout
 
 
 def there_and_back(batch, **part):
-    taken = take_apart(batch)
-    layout = Layout.from_json(taken.layout.to_json())
+    rollout = split_batch(batch)
+    rollout.layout = Layout.from_json(rollout.layout.to_json())
+    return back(rollout, **part)
 
+
+def back(rollout: Rollout, keys=None, envs=None, steps=None):
     def read(name, rows):
-        array = taken.arrays[name]
-        return array.copy() if rows is None else array[rows].copy()
+        return rollout.arrays[name][rows].copy()
 
-    return put_together(layout, read, **part)
+    arrays = read_fields(rollout.layout, read, keys, envs, steps)
+    return build_batch(rollout.layout, arrays, envs=envs, steps=steps, complete=keys is None)
 
 
-def stored_bytes(taken: Rollout) -> int:
-    return sum(array.nbytes for array in taken.arrays.values())
+def stored_bytes(rollout: Rollout) -> int:
+    return sum(array.nbytes for array in rollout.arrays.values())
 
 
 def test_a_rollout_comes_back_with_keys_batch_sizes_names_and_every_bit(make_rollout, same):
@@ -32,7 +37,7 @@ def test_a_rollout_comes_back_with_keys_batch_sizes_names_and_every_bit(make_rol
 
 def test_observations_that_next_repeats_are_kept_once(make_rollout):
     batch = make_rollout(num_envs=64, num_steps=32, ends=0)
-    taken = take_apart(batch)
+    taken = split_batch(batch)
     assert set(taken.arrays) == {
         "agents/observation/state",
         "agents/observation/lidar",
@@ -54,7 +59,7 @@ def test_what_an_episode_ended_with_is_kept_beside_what_the_next_began_with(make
     batch = make_rollout(40, 20)
     ended = batch["next", "done"].squeeze(-1)[:, :-1]
     assert ended.any()
-    taken = take_apart(batch)
+    taken = split_batch(batch)
     assert len(taken.arrays["next/agents/observation/state"]) == ended.sum()
     same(there_and_back(batch), batch)
 
@@ -114,16 +119,19 @@ def test_any_part_of_any_rollout_is_that_part_of_the_whole(sizes, inner, ends, s
 
 def test_only_the_arrays_of_the_keys_are_read(make_rollout):
     batch = make_rollout()
-    taken, asked = take_apart(batch), set()
+    rollout = split_batch(batch)
+    asked = set()
 
     def read(name, rows):
         asked.add(name)
-        return taken.arrays[name]
+        return rollout.arrays[name][rows]
 
-    found = put_together(taken.layout, read, keys=[("agents", "observation", "lidar"), "action"])
+    found = read_fields(rollout.layout, read, [("agents", "observation", "lidar"), "action"])
     assert asked == {"agents/observation/lidar", "action"}
-    assert set(found.keys(True, True)) == {("agents", "observation", "lidar"), "action"}
-    assert put_together(taken.layout, read, keys=["next"])["next"].keys() == batch["next"].keys()
+    assert set(found) == {("agents", "observation", "lidar"), ("action",)}
+    part = back(rollout, [("agents", "observation", "lidar"), "action"])
+    assert set(part.keys(True, True)) == {("agents", "observation", "lidar"), "action"}
+    assert back(rollout, ["next"])["next"].keys() == batch["next"].keys()
 
 
 def test_a_key_that_is_not_there_is_named_with_those_that_are(make_rollout):
@@ -160,10 +168,10 @@ def test_empty_ones_come_back(same):
 def test_the_batch_may_be_overwritten_at_once(make_rollout, same):
     batch = make_rollout()
     before = batch.clone()
-    taken = take_apart(batch)
+    taken = split_batch(batch)
     for value in batch.values(True, True):
         value.zero_()
-    same(put_together(taken.layout, lambda name, rows: taken.arrays[name]), before)
+    same(back(taken), before)
 
 
 def test_memory_mapped_tensors_are_tensors(tmp_path):
@@ -181,53 +189,50 @@ def test_time_before_environments_is_noticed_by_name_and_by_content(make_rollout
     batch = make_rollout(num_envs=20, num_steps=10)
     swapped = batch.transpose(0, 1)
     with pytest.raises(RolloutError, match="first axis of the batch .* is named 'time'.*transpose"):
-        take_apart(swapped)
+        split_batch(swapped)
     nameless = swapped.contiguous()
     nameless.names = None
     with pytest.raises(RolloutError, match="follows along the first axis.*transpose"):
-        take_apart(nameless)
+        split_batch(nameless)
 
 
 def test_what_is_not_a_rollout_is_refused_with_a_sentence(make_rollout):
     with pytest.raises(RolloutError, match="not a dict"):
-        take_apart({"x": torch.zeros(2, 3)})
+        split_batch({"x": torch.zeros(2, 3)})
     with pytest.raises(RolloutError, match="no batch size"):
-        take_apart(TensorDict({"x": torch.zeros(2, 3)}, batch_size=[]))
+        split_batch(TensorDict({"x": torch.zeros(2, 3)}, batch_size=[]))
     words = make_rollout()
     words["task"] = NonTensorData("fly", batch_size=[6, 8])
     with pytest.raises(RolloutError, match="task is not a tensor"):
-        take_apart(words)
+        split_batch(words)
     sparse = TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2, 3])
     sparse["nested", "y"] = torch.zeros(2, 3, 4).to_sparse()
     with pytest.raises(UnsupportedStateError, match="nested/y has layout torch.sparse_coo"):
-        take_apart(sparse)
+        split_batch(sparse)
 
 
 def test_a_stack_whose_parts_have_different_keys_is_refused(same):
     one, other = TensorDict({"x": torch.zeros(3)}, [3]), TensorDict({"x": torch.ones(3), "y": torch.ones(3)}, [3])
     with pytest.raises(RolloutError, match="different keys: y"):
-        take_apart(LazyStackedTensorDict(one, other, stack_dim=0))
+        split_batch(LazyStackedTensorDict(one, other, stack_dim=0))
     long = TensorDict({"x": torch.zeros(3, 2)}, [3])
     with pytest.raises(RolloutError, match="x has different shapes in different environments"):
-        take_apart(LazyStackedTensorDict(one, long, stack_dim=0))
+        split_batch(LazyStackedTensorDict(one, long, stack_dim=0))
     found = there_and_back(LazyStackedTensorDict(one, one.clone() + 1, stack_dim=0))
     assert torch.equal(found["x"], torch.stack([torch.zeros(3), torch.ones(3)]))
 
 
 @pytest.mark.parametrize("mask", [torch.zeros(40), torch.zeros(40, 19), torch.zeros(40, 1, 1, dtype=torch.bool)])
-def test_a_mask_that_is_none_is_damage(make_rollout, mask):
-    taken = take_apart(make_rollout(40, 20))
-    taken.arrays["exceptions"] = mask.numpy()
-    with pytest.raises(CorruptFileError, match="mask of exceptions is"):
-        put_together(taken.layout, lambda name, rows: taken.arrays[name])
+def test_a_wrong_mask_is_damage(make_rollout, mask):
+    rollout = split_batch(make_rollout(40, 20))
+    rollout.arrays["exceptions"] = mask.numpy()
+    with pytest.raises(CorruptFileError, match="next/agents/observation/state: the mask of exceptions is"):
+        back(rollout)
 
 
 @pytest.mark.parametrize("name", ["agents/observation/state", "exceptions", "next/agents/observation/state"])
 def test_arrays_that_do_not_fit_the_layout_are_damage(make_rollout, name):
-    taken = take_apart(make_rollout(40, 20))
-
-    def read(wanted, rows):
-        return taken.arrays[wanted][: 3 if wanted == name else None]
-
-    with pytest.raises(CorruptFileError, match="is .*, not|exceptions"):
-        put_together(taken.layout, read)
+    rollout = split_batch(make_rollout(40, 20))
+    rollout.arrays[name] = rollout.arrays[name][:3]
+    with pytest.raises(CorruptFileError, match="is .*, expected|exceptions"):
+        back(rollout)

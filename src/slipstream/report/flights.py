@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import CorruptFileError, FormatVersionError
@@ -24,6 +23,8 @@ LEAST_STEP_M = 0.001
 MAX_SIZE = 1e6  # metres, seconds or radians: beyond it, something is not what it claims to be
 LEVEL_BEAM = 1  # of the pitches -10, 0, 10 and 20 degrees
 NUM_OUTCOMES = 6  # flying, reached, hit a static obstacle, hit a moving one, out of bounds, timed out
+
+KEYS = [("drone", "position"), ("drone", "lidar"), ("drone", "outcome"), ("obstacle", "position")]
 
 Array = NDArray[Any]
 
@@ -49,23 +50,22 @@ def read_flights(path: Path) -> dict[str, Any]:
                 f"{path}: holds flights of version {metadata.get('version')!r}, expected {VERSION}"
             )
         try:
-            batch = file.load()
-            arrays = {
-                name: _array(batch, name, path)
-                for name in (("drone", "position"), ("drone", "lidar"), ("drone", "outcome"), ("obstacle", "position"))
-            }
+            arrays = file.read(KEYS)
         except KeyError as error:
-            raise CorruptFileError(f"{path}: does not hold flights, it lacks a key of them") from error
-    return _pack(arrays, metadata, path)
+            raise CorruptFileError(f"{path}: does not hold flights, a key of them is missing") from error
+    flights = {}
+    for key in KEYS:
+        if key not in arrays:
+            raise CorruptFileError(f"{path}: does not hold flights, {'/'.join(key)} is not a tensor")
+        flights[key] = _world(arrays[key], key, path)
+    return _pack(flights, metadata, path)
 
 
-def _array(batch: Any, key: tuple[str, str], path: Path) -> Array:
-    """Return a tensor of the one world, by time."""
-    tensor = batch[key]
-    expected = torch.uint8 if key == ("drone", "outcome") else torch.float32
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != expected:
-        raise CorruptFileError(f"{path}: {'/'.join(key)} is not a tensor of {expected}")
-    values: Array = tensor.numpy()
+def _world(values: Array, key: tuple[str, str], path: Path) -> Array:
+    """Return an array of the one world, by time."""
+    expected = np.uint8 if key == ("drone", "outcome") else np.float32
+    if values.dtype != expected:
+        raise CorruptFileError(f"{path}: {'/'.join(key)} is {values.dtype}, expected {np.dtype(expected)}")
     ranks = {("drone", "lidar"): 5, ("drone", "outcome"): 3}
     if values.ndim != ranks.get(key, 4) or values.shape[0] != 1 or not values.shape[1]:
         raise CorruptFileError(f"{path}: {'/'.join(key)} has the shape {values.shape}, expected one world over time")

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from slipstream.codecs import Codec, parallel_map
 from slipstream.errors import RolloutError
+from slipstream.rollout.batch import assemble, split_batch, tensor_of
 from slipstream.rollout.files import codec_for, zstd_level
-from slipstream.rollout.layout import Field, Key, Layout, assemble, take_apart, tensor_of
+from slipstream.rollout.layout import Field, Key, Layout, carrier_of
 from slipstream.store.container import check_payload
-from slipstream.tensors import carrier
+from slipstream.trajectory import exception_numbers, gather_next
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -134,7 +135,7 @@ class CompressedTensorDict:
         verify: bool = True,
     ) -> None:
         level = zstd_level(compression_level)
-        rollout = take_apart(tensordict)
+        rollout = split_batch(tensordict)
         layout = rollout.layout
         if layout.time_dim != len(layout.batch_size) - 1:
             raise RolloutError(
@@ -160,7 +161,7 @@ class CompressedTensorDict:
                 packed[name] = candidate
         size = layout.raw_bytes // 16 if cache_bytes is None else cache_bytes
         masks = {field.mask for field in layout.fields if field.mask is not None}
-        exceptions = {name: _row_numbers(raw.pop(name)) for name in masks}
+        exceptions = {name: exception_numbers(raw.pop(name)) for name in masks}
         self._content = _Content(layout, packed, raw, _Cache(size), group, exceptions)
         self._batch_size = torch.Size(layout.batch_size)
         self._fields: dict[Key, Field | torch.Tensor] = {item.key: item for item in layout.fields}
@@ -353,7 +354,7 @@ class CompressedTensorDict:
         picks = _picks(chosen, content.layout.num_envs, content.layout.num_steps, content.group)
         total = self.numel() if chosen is None else len(chosen)
         found = [(path, field) for path in paths if isinstance(field := self._fields[path], Field)]
-        outs = {path: np.empty((total, *field.shape), carrier(field.dtype)[0]) for path, field in found}
+        outs = {path: np.empty((total, *field.shape), carrier_of(field.dtype)) for path, field in found}
 
         def fill(pick: _Pick) -> None:
             groups: dict[str, NDArray[Any]] = {}
@@ -375,15 +376,15 @@ class CompressedTensorDict:
 
     def _gather(self, field: Field, pick: _Pick, group: NDArray[Any] | None) -> NDArray[Any]:
         content = self._content
-        envs = pick.env + pick.group * content.group
-        if group is not None:
-            values = group[pick.env, pick.step + field.lead]
-        else:
-            values = content.raw[field.array][envs, pick.step + field.lead]
-        if field.mask is not None and field.rows is not None:
-            rows = content.exceptions[field.mask][envs, pick.step]
-            values[rows >= 0] = content.raw[field.rows][rows[rows >= 0]]
-        return values
+        # The environments of this group, whether they were decoded or are stored raw.
+        envs = slice(pick.group * content.group, (pick.group + 1) * content.group)
+        if group is None:
+            group = content.raw[field.array][envs]
+        if field.mask is None or field.rows is None:
+            values: NDArray[Any] = group[pick.env, pick.step]
+            return values
+        numbers = content.exceptions[field.mask][envs]
+        return gather_next(group, numbers, content.raw[field.rows], pick.env, pick.step)
 
 
 @dataclass(frozen=True)
@@ -477,13 +478,6 @@ def _pack(name: str, array: NDArray[Any], codec: Codec, group: int, verify: bool
 
     starts = range(0, len(array), group)
     return _Packed(array.dtype, array.shape, group, codec, tuple(parallel_map(encode, starts)))
-
-
-def _row_numbers(mask: NDArray[Any]) -> NDArray[np.int32]:
-    """Return the number of the exception at each step, or -1; the last step is never one."""
-    numbers = np.full((mask.shape[0], mask.shape[1] + 1), -1, np.int32)
-    numbers[:, :-1][mask] = np.arange(np.count_nonzero(mask), dtype=np.int32)
-    return numbers
 
 
 def _path(key: str | Key) -> Key:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from slipstream.codecs import Codec, background_threads
-from slipstream.rollout.files import SUFFIX, RolloutFile, write_rollout, zstd_level
-from slipstream.rollout.layout import Key, Rollout, take_apart
+from slipstream.rollout.batch import BatchFile, split_batch
+from slipstream.rollout.files import SUFFIX, write_rollout, zstd_level
+from slipstream.rollout.layout import Key, Rollout
 from slipstream.store.local import make_folder
 from slipstream.store.worker import Handle, Policy, Worker
 
@@ -103,7 +104,7 @@ class RolloutStorage:
         path = self.path(iteration)
         values = json.loads(json.dumps({"iteration": iteration, "metadata": metadata, "time": time.time()}))
         with self._reserved(iteration, path, overwrite=overwrite), self._worker.room() as put:
-            rollout = take_apart(data)
+            rollout = split_batch(data)
             handle = put(self._write, rollout, path, values)
             with self._lock:
                 self._pending = {number: other for number, other in self._pending.items() if not other.done()}
@@ -134,7 +135,7 @@ class RolloutStorage:
         with self.open(iteration) as file:
             return file.load(device, keys=keys, envs=envs, steps=steps)
 
-    def open(self, iteration: int) -> RolloutFile:
+    def open(self, iteration: int) -> BatchFile:
         """Open a rollout, to look at it or to read parts of it one after another."""
         with self._lock:
             pending = self._pending.get(iteration)
@@ -142,7 +143,7 @@ class RolloutStorage:
             pending.result()
         path = self.path(iteration)
         try:
-            return RolloutFile(path)
+            return BatchFile(path)
         except FileNotFoundError:
             known = self.iterations()
             hint = f"there are {len(known)}, {known[0]} to {known[-1]}" if known else "there is none"

@@ -15,7 +15,7 @@ import torch
 from slipstream.errors import ConfigurationError
 from slipstream.nav.env import NavigationEnv
 from slipstream.rl.network import Choice, NavRLPolicy
-from slipstream.rollout.files import save_rollout_compressed
+from slipstream.rollout.batch import save_rollout_compressed
 from slipstream.store.local import atomic_write, make_folder
 from slipstream.train.settings import TrainSettings
 from slipstream.tree import import_tensordict

@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.cli.output import count
-from slipstream.cli.rollout.index import Key
-from slipstream.cli.rollout.roles import NEXT, Roles
+from slipstream.cli.rollout.roles import Roles
 from slipstream.cli.rollout.tensors import array_of, leaves
 from slipstream.errors import SlipstreamError, WriteError
+from slipstream.rollout.layout import Key
 from slipstream.store.local import atomic_write
+from slipstream.trajectory import NEXT, find_breaks
 
 Nested = dict[str, Any]
 """Arrays by name, and dicts of them."""
@@ -144,24 +145,19 @@ def _stretches(done: NDArray[np.bool_], valid: NDArray[np.bool_] | None) -> Iter
 
 
 def _breaks(episodes: Episodes) -> Iterator[str]:
-    """Say how often ``next`` is not what follows within an episode, for which the layout has no place."""
+    """Yield a note on every observation whose ``next`` is not what follows within an episode.
+
+    Minari's layout has no place for such a step: it stores what follows, and of ``next`` only the end of the episode.
+    """
     inside = np.zeros(episodes.rewards.shape, np.bool_)
     for env, begin, end in episodes.stretches:
         inside[env, begin : end - 1] = True
     for name, array in episodes.observations.items():
-        if not array[:, 1:].size:
-            continue
-        bits = [np.ascontiguousarray(part).view(np.uint8) for part in _flat(array, episodes.after[name])]
-        number = int(((bits[0] != bits[1]).any(axis=2) & inside[:, :-1]).sum())
+        breaks = find_breaks(array, episodes.after[name])
+        number = int(np.count_nonzero(breaks & inside[:, :-1]))
         if number:
             label = "/".join(name) or "the observation"
             yield f"{label}: {count(number, 'step')} within episodes led to another one than follows, which is kept"
-
-
-def _flat(array: NDArray[Any], after: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return what follows each step, and what it led to, one row per environment and step."""
-    shape = (array.shape[0], array.shape[1] - 1, int(np.prod(array.shape[2:])))
-    return array[:, 1:].reshape(shape), after[:, :-1].reshape(shape)
 
 
 def _tree(arrays: Mapping[Key, NDArray[Any]]) -> Nested | NDArray[Any]:

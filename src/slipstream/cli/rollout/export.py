@@ -16,7 +16,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.store.local import check_regular
 
 if TYPE_CHECKING:
-    from slipstream.cli.rollout.index import Key, RolloutIndex
+    from slipstream.rollout.files import RolloutFile
+    from slipstream.rollout.layout import Key
 
 
 class Format(StrEnum):
@@ -119,46 +120,49 @@ def _export(
     from rich.filesize import decimal
 
     from slipstream.cli.output import count
-    from slipstream.cli.rollout.index import find_keys, read_index
+    from slipstream.cli.rollout.reading import find_keys, open_rollout
 
-    index = read_index(source)
-    envs = _slice("envs", parts[0], index.num_envs, "environments")
-    steps = _slice("steps", parts[1], index.num_steps, "steps")
+    with open_rollout(source) as rollout:
+        layout = rollout.layout
+    envs = _slice("envs", parts[0], layout.num_envs, "environments")
+    steps = _slice("steps", parts[1], layout.num_steps, "steps")
     if kind in _EPISODIC:
-        told, notes = _write_episodes(index, target, kind, envs, steps, roles)
+        summary, notes = _write_episodes(rollout, target, kind, envs, steps, roles)
     else:
         from slipstream.cli.rollout.tensors import write_npz, write_pt
 
-        chosen = find_keys(index, keys) if keys else None
-        batch = _load(index, chosen, envs, steps)
+        chosen = [field.key for field in layout.fields]
+        if keys:
+            chosen = find_keys(rollout, keys)
+        batch = _load(source, chosen if keys else None, envs, steps)
         notes = write_pt(target, batch) if kind is Format.PT else write_npz(target, batch)
-        told = count(len(chosen or index.tensors), "key")
+        summary = count(len(chosen), "key")
     files = [file for file in target.rglob("*") if file.is_file()] if target.is_dir() else [target]
     size = sum(file.stat().st_size for file in files)
-    return [f"{target}: {kind.value}, {told}, {decimal(size)}", *notes]
+    return [f"{target}: {kind.value}, {summary}, {decimal(size)}", *notes]
 
 
 def _write_episodes(
-    index: RolloutIndex, target: Path, kind: Format, envs: slice | None, steps: slice | None, roles: dict[str, Any]
+    rollout: RolloutFile, target: Path, kind: Format, envs: slice | None, steps: slice | None, roles: dict[str, Any]
 ) -> tuple[str, list[str]]:
     from slipstream.cli.rollout.episodes import split, write_hdf5
     from slipstream.cli.rollout.minari import write_dataset
     from slipstream.cli.rollout.roles import find_roles
 
-    wanted = find_roles(index, **roles)
-    episodes = split(_load(index, wanted.keys, envs, steps), wanted, envs, steps)
+    wanted = find_roles(rollout, **roles)
+    episodes = split(_load(rollout.path, wanted.keys, envs, steps), wanted, envs, steps)
     write_dataset(target, episodes) if kind is Format.MINARI else write_hdf5(target, episodes)
     return episodes.sentence(), episodes.notes
 
 
-def _load(index: RolloutIndex, keys: list[Key] | None, envs: slice | None, steps: slice | None) -> Any:
+def _load(source: Path, keys: list[Key] | None, envs: slice | None, steps: slice | None) -> Any:
     """Load a rollout, or a part of it, as a TensorDict."""
-    from slipstream.rollout.files import load_rollout
+    from slipstream.rollout.batch import load_rollout
     from slipstream.tree import import_tensordict
 
     import_tensordict()  # now, while failing costs nothing
-    with reading(index.file):
-        return load_rollout(index.file, keys=keys, envs=envs, steps=steps)
+    with reading(source):
+        return load_rollout(source, keys=keys, envs=envs, steps=steps)
 
 
 def _format(target: Path, said: str | None) -> Format:

@@ -14,7 +14,7 @@ from slipstream.cli.rollout.paths import PATTERN, find_rollouts
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
-    from slipstream.cli.rollout.index import RolloutIndex
+    from slipstream.rollout.files import RolloutFile
 
 
 def inspect(
@@ -34,13 +34,14 @@ def inspect(
     Exits with 1 if a rollout of a folder cannot be read; the others are shown.
     """
     from slipstream.cli.output import print_json
-    from slipstream.cli.rollout.index import read_index
     from slipstream.cli.rollout.listing import FileListing, FolderListing
+    from slipstream.cli.rollout.reading import open_rollout
 
     with one_line(path):
         files = find_rollouts(path)
         if not path.is_dir():
-            listing: FileListing | FolderListing = FileListing(read_index(path))
+            with open_rollout(path) as file:
+                listing: FileListing | FolderListing = FileListing(file)
         else:
             listing = FolderListing(path, *_read_all(files))
         print_json(listing.document()) if json else listing.show()
@@ -48,15 +49,18 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _read_all(files: list[Path]) -> tuple[list[RolloutIndex], list[str]]:
-    """Return the indexes of files, and why others cannot be read."""
-    from slipstream.cli.rollout.index import read_index
+def _read_all(files: list[Path]) -> tuple[list[RolloutFile], list[str]]:
+    """Return the rollouts, closed again with their index read, and why others cannot be read."""
+    from slipstream.cli.rollout.reading import open_rollout
 
-    readable, unreadable = [], []
+    readable = []
+    unreadable = []
     for file in files:
         try:
-            readable.append(read_index(file))
-        except FileNotFoundError:  # deleted meanwhile, as a storage with limits does
+            with open_rollout(file) as rollout:
+                readable.append(rollout)
+        except FileNotFoundError:
+            # A storage that limits its size has deleted it in the meantime.
             continue
         except (SlipstreamError, OSError) as error:
             unreadable.append(str(error))

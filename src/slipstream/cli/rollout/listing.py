@@ -16,103 +16,147 @@ from rich.table import Table
 
 from slipstream.cli.files import ratio
 from slipstream.cli.output import count, plain, print_lines, print_table
-from slipstream.cli.rollout.index import RolloutIndex, Tensor
 from slipstream.cli.rollout.paths import iteration_of
+from slipstream.rollout.files import RolloutFile
+from slipstream.rollout.layout import Field
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 @dataclass
 class FileListing:
-    """What there is to say about a rollout."""
+    """One rollout, as text and as JSON."""
 
-    index: RolloutIndex
+    file: RolloutFile
     unreadable: list[str] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON."""
-        index = self.index
+        keys = []
+        for item, stored in self._rows():
+            keys.append(self._describe(item, stored))
         return {
-            **_summary(index),
-            "batch_size": index.batch_size,
-            "written_by": index.written_by,
-            "exceptions": index.exceptions,
-            "metadata": index.values.get("metadata"),
-            "keys": [self._describe(tensor, stored) for tensor, stored in self._rows()],
+            **_summary(self.file),
+            "batch_size": self.file.layout.batch_size,
+            "written_by": self.file.container.written_by,
+            "exceptions": self._num_exceptions(),
+            "metadata": self.file.metadata,
+            "keys": keys,
         }
 
     def show(self) -> None:
         """Print it as text and a table."""
-        index = self.index
-        print_lines(f"{index.file}: rollout, {decimal(index.file_bytes)}, written by {index.written_by}")
-        print_lines(f"{_steps(index)}, batch size {list(index.batch_size)}", *self._context())
+        file = self.file
+        layout = file.layout
+        print_lines(
+            f"{file.path}: rollout, {decimal(file.stored_bytes)}, written by {file.container.written_by}",
+            f"{count(layout.num_envs, 'environment')} x {count(layout.num_steps, 'step')}, "
+            f"batch size {list(layout.batch_size)}",
+            *self._context(),
+        )
         table = _table(("key", "dtype", "shape", "codec"), ("size", "stored", "ratio"), ("shares with",))
-        for tensor, stored in self._rows():
-            nbytes, twin = index.bytes_of(tensor), self._twin(tensor)
+        for item, stored in self._rows():
+            nbytes = layout.bytes_of(item)
             table.add_row(
-                plain(tensor.name),
-                tensor.dtype,
-                "x".join(map(str, index.shape_of(tensor))),
-                _codec(tensor),
+                plain(item.name),
+                item.dtype,
+                "x".join(map(str, layout.shape_of(item))),
+                self._codec(item),
                 decimal(nbytes),
                 decimal(stored),
                 ratio(nbytes, stored),
-                plain(f"{twin}, but {count(tensor.exceptions, 'step')}" if tensor.exceptions else twin or ""),
+                plain(self._sharing(item)),
             )
         print_table(table)
-        packed = f"{decimal(index.raw_bytes)} in a file of {decimal(index.file_bytes)}"
         print_lines(
-            f"{count(len(index.tensors), 'key')}, {packed} ({ratio(index.raw_bytes, index.file_bytes)}); "
-            f"{count(index.exceptions, 'step')} after which next is not the step that follows"
+            f"{count(len(layout.fields), 'key')}, {decimal(layout.raw_bytes)} in a file of "
+            f"{decimal(file.stored_bytes)} ({ratio(layout.raw_bytes, file.stored_bytes)}); "
+            f"{count(self._num_exceptions(), 'step')} where next differs from the following step (episode ends)"
         )
 
     def _context(self) -> Iterator[str]:
-        values = self.index.values
-        if values.get("iteration") is not None:
-            yield f"iteration: {_inline(values['iteration'])}"
-        if (saved := _time(self.index)) is not None:
+        iteration = self.file.container.values.get("iteration")
+        if iteration is not None:
+            yield f"iteration: {_inline(iteration)}"
+        saved = _time(self.file)
+        if saved is not None:
             yield f"time: {_date(saved)}"
-        metadata = values.get("metadata")
+        metadata = self.file.metadata
         if isinstance(metadata, dict):
-            yield from (f"{key}: {_inline(value)}" for key, value in metadata.items())
+            for key, value in metadata.items():
+                yield f"{key}: {_inline(value)}"
         elif metadata is not None:
             yield f"metadata: {_inline(metadata)}"
 
-    def _rows(self) -> Iterator[tuple[Tensor, int]]:
-        """Yield each tensor and the bytes of the file that are there for it; a mask that several have counts once."""
-        masks: set[str] = set()
-        for tensor in self.index.tensors:
-            own = [tensor.array] if not tensor.lead else [entry for entry in (tensor.rows,) if entry]
-            if tensor.mask and tensor.mask.name not in masks:
-                masks.add(tensor.mask.name)
-                own.append(tensor.mask)
-            yield tensor, sum(entry.stored_bytes for entry in own)
+    def _num_exceptions(self) -> int:
+        """Return how many steps of ``next`` differ from the following step. Keys that share a mask count once."""
+        counts: dict[str, int] = {}
+        for item in self.file.layout.fields:
+            if item.mask is not None:
+                counts[item.mask] = self.file.num_exceptions(item)
+        return sum(counts.values())
 
-    def _twin(self, tensor: Tensor) -> str | None:
+    def _rows(self) -> Iterator[tuple[Field, int]]:
+        """Yield each tensor and the bytes that the file stores for it. Bytes that several share count for the first."""
+        entries = self.file.container.entries
+        counted: set[str] = set()
+        for item in self.file.layout.fields:
+            stored = 0
+            for name in item.arrays:
+                # The array of a shared observation counts for the observation, not for its `next`.
+                if name not in counted and not (item.lead and name == item.array):
+                    counted.add(name)
+                    stored += entries[name].stored_bytes
+            yield item, stored
+
+    def _twin(self, item: Field) -> str | None:
         """Return the key whose array a tensor shares, if it is the ``next`` of one."""
-        if not tensor.lead:
+        if not item.lead:
             return None
-        return next((other.name for other in self.index.tensors if other.array is tensor.array and not other.lead), "?")
+        for other in self.file.layout.fields:
+            if other.array == item.array and not other.lead:
+                return other.name
+        return "?"
 
-    def _describe(self, tensor: Tensor, stored: int) -> dict[str, Any]:
+    def _sharing(self, item: Field) -> str:
+        """Return what a tensor shares, for people."""
+        twin = self._twin(item)
+        if twin is None:
+            return ""
+        num_exceptions = self.file.num_exceptions(item)
+        if num_exceptions:
+            return f"{twin}, but {count(num_exceptions, 'step')}"
+        return twin
+
+    def _codec(self, item: Field) -> str:
+        """Return the codec of a tensor's array; for a ``next``, the codec of its exceptions."""
+        entries = self.file.container.entries
+        if not item.lead:
+            return entries[item.array].codec.name
+        if item.rows is not None and self.file.num_exceptions(item):
+            return entries[item.rows].codec.name
+        return "-"
+
+    def _describe(self, item: Field, stored: int) -> dict[str, Any]:
+        layout = self.file.layout
         return {
-            "key": tensor.key,
-            "dtype": tensor.dtype,
-            "shape": self.index.shape_of(tensor),
-            "codec": _codec(tensor),
-            "bytes": self.index.bytes_of(tensor),
+            "key": item.key,
+            "dtype": item.dtype,
+            "shape": layout.shape_of(item),
+            "codec": self._codec(item),
+            "bytes": layout.bytes_of(item),
             "stored_bytes": stored,
-            "shares_with": self._twin(tensor),
-            "exceptions": tensor.exceptions,
+            "shares_with": self._twin(item),
+            "exceptions": self.file.num_exceptions(item),
         }
 
 
 @dataclass
 class FolderListing:
-    """What there is to say about a folder of rollouts."""
+    """The rollouts of a folder, as text and as JSON."""
 
     folder: Path
-    rollouts: list[RolloutIndex]
+    rollouts: list[RolloutFile]
     unreadable: list[str]
 
     def document(self) -> dict[str, Any]:
@@ -120,7 +164,7 @@ class FolderListing:
         raw, stored = self._totals()
         return {
             "folder": str(self.folder),
-            "rollouts": [_summary(index) for index in self.rollouts],
+            "rollouts": [_summary(file) for file in self.rollouts],
             "unreadable": self.unreadable,
             "bytes": raw,
             "file_bytes": stored,
@@ -129,15 +173,17 @@ class FolderListing:
     def show(self) -> None:
         """Print it as a table, and what cannot be read below."""
         table = _table(("file",), ("iteration", "envs x steps", "size", "stored", "ratio", "age"))
-        for index in self.rollouts:
-            iteration, saved = _iteration(index), _time(index)
+        for file in self.rollouts:
+            iteration = _iteration(file)
+            saved = _time(file)
+            raw_bytes = file.layout.raw_bytes
             table.add_row(
-                plain(index.file.name),
+                plain(file.path.name),
                 "-" if iteration is None else str(iteration),
-                f"{index.num_envs} x {index.num_steps}",
-                decimal(index.raw_bytes),
-                decimal(index.file_bytes),
-                ratio(index.raw_bytes, index.file_bytes),
+                f"{file.layout.num_envs} x {file.layout.num_steps}",
+                decimal(raw_bytes),
+                decimal(file.stored_bytes),
+                ratio(raw_bytes, file.stored_bytes),
                 "-" if saved is None else _age(time.time() - saved),
             )
         print_lines(f"{self.folder}:")
@@ -150,18 +196,20 @@ class FolderListing:
         )
 
     def _totals(self) -> tuple[int, int]:
-        return sum(index.raw_bytes for index in self.rollouts), sum(index.file_bytes for index in self.rollouts)
+        raw = sum(file.layout.raw_bytes for file in self.rollouts)
+        stored = sum(file.stored_bytes for file in self.rollouts)
+        return raw, stored
 
 
-def _summary(index: RolloutIndex) -> dict[str, Any]:
+def _summary(file: RolloutFile) -> dict[str, Any]:
     return {
-        "file": str(index.file),
-        "iteration": _iteration(index),
-        "time": _time(index),
-        "num_envs": index.num_envs,
-        "num_steps": index.num_steps,
-        "bytes": index.raw_bytes,
-        "file_bytes": index.file_bytes,
+        "file": str(file.path),
+        "iteration": _iteration(file),
+        "time": _time(file),
+        "num_envs": file.layout.num_envs,
+        "num_steps": file.layout.num_steps,
+        "bytes": file.layout.raw_bytes,
+        "file_bytes": file.stored_bytes,
     }
 
 
@@ -176,28 +224,21 @@ def _table(names: tuple[str, ...], numbers: tuple[str, ...], notes: tuple[str, .
     return table
 
 
-def _codec(tensor: Tensor) -> str:
-    """Return what packs the array of a tensor; for a ``next``, what packs the steps that are stored for it."""
-    if not tensor.lead:
-        return tensor.array.codec.name
-    return tensor.rows.codec.name if tensor.rows and tensor.exceptions else "-"
+def _iteration(file: RolloutFile) -> int | None:
+    saved = file.container.values.get("iteration")
+    if type(saved) is int:
+        return saved
+    return iteration_of(file.path)
 
 
-def _steps(index: RolloutIndex) -> str:
-    return f"{count(index.num_envs, 'environment')} x {count(index.num_steps, 'step')}"
-
-
-def _iteration(index: RolloutIndex) -> int | None:
-    said = index.values.get("iteration")
-    return said if type(said) is int else iteration_of(index.file)
-
-
-def _time(index: RolloutIndex) -> float | None:
-    """Return when a rollout was saved, in seconds since 1970; a file that was saved by itself has the file's time."""
-    said = index.values.get("time")
-    if isinstance(said, (int, float)) and 0 <= said < 1e11:
-        return float(said)
-    return index.file.stat().st_mtime if index.file.exists() else None
+def _time(file: RolloutFile) -> float | None:
+    """Return when a rollout was saved, in seconds since 1970; without a note of it, the file's modification time."""
+    saved = file.container.values.get("time")
+    if isinstance(saved, (int, float)) and 0 <= saved < 1e11:
+        return float(saved)
+    if file.path.exists():
+        return file.path.stat().st_mtime
+    return None
 
 
 def _date(seconds: float) -> str:

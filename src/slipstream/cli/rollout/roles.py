@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.cli.rollout.index import Key, RolloutIndex, find_keys
+from slipstream.cli.rollout.reading import fields_under, find_keys
 from slipstream.errors import SlipstreamError
+from slipstream.rollout.files import RolloutFile
+from slipstream.rollout.layout import Key
+from slipstream.trajectory import NEXT
 
-NEXT = "next"
 MASK = ("collector", "mask")  # where TorchRL says which steps are padding
 _DEFAULTS = {
     "observation": ("agents/observation", "observation"),
@@ -51,7 +53,7 @@ class Roles:
         )
 
 
-def find_roles(index: RolloutIndex, **said: Any) -> Roles:
+def find_roles(rollout: RolloutFile, **said: Any) -> Roles:
     """Return which tensors are observations, actions, rewards and ends, as `said` or by the names that TorchRL uses.
 
     Raises:
@@ -59,50 +61,52 @@ def find_roles(index: RolloutIndex, **said: Any) -> Roles:
     """
     flags = {}
     for role in ("reward", "terminated", "truncated", "done"):
-        found = _find(index, role, said[role] and [said[role]])
+        found = _find(rollout, role, said[role] and [said[role]])
         if found:
-            flags[role] = _single(index, role, found)
+            flags[role] = _single(rollout, role, found)
     missing = {"reward": "reward" not in flags, "done": not flags.keys() & {"terminated", "truncated", "done"}}
-    observation, action = (_find(index, role, said[role]) for role in ("observation", "action"))
+    observation, action = (_find(rollout, role, said[role]) for role in ("observation", "action"))
     missing |= {"observation": not observation, "action": not action}
     for role in (role for role, absent in missing.items() if absent):
         raise SlipstreamError(
-            f"{index.file}: has no {' or '.join(_DEFAULTS[role])} for the {role} of an episode; --{role} names another"
+            f"{rollout.path}: has no {' or '.join(_DEFAULTS[role])} for the {role} of an episode; "
+            f"name another key with --{role}"
         )
-    known = {tensor.key for tensor in index.tensors}
+    known = {field.key for field in rollout.layout.fields}
     for key in observation.values():
         if (NEXT, *key) not in known:
             raise SlipstreamError(
-                f"{index.file}: has no {'/'.join((NEXT, *key))}, and an episode needs what its last step led to"
+                f"{rollout.path}: has no {'/'.join((NEXT, *key))}, and an episode needs what its last step led to"
             )
-    mask = _single(index, "mask", {(): MASK}) if MASK in known else None
-    return Roles(observation, action, flags, mask, index.time_dim)
+    mask = _single(rollout, "mask", {(): MASK}) if MASK in known else None
+    return Roles(observation, action, flags, mask, rollout.layout.time_dim)
 
 
-def _find(index: RolloutIndex, role: str, said: list[str] | None) -> dict[Key, Key]:
+def _find(rollout: RolloutFile, role: str, said: list[str] | None) -> dict[Key, Key]:
     """Return the keys of a role, by their names within an episode: the only tensor has none, ``()``."""
     if said:
-        keys = find_keys(index, said)
+        keys = find_keys(rollout, said)
         above = tuple(said[0].split("/")) if len(said) == 1 else ()
     else:
-        text = next((text for text in _DEFAULTS[role] if index.under(text)), None)
+        text = next((text for text in _DEFAULTS[role] if fields_under(rollout.layout, text)), None)
         if text is None:
             return {}
-        keys, above = [tensor.key for tensor in index.under(text)], tuple(text.split("/"))
+        keys = [field.key for field in fields_under(rollout.layout, text)]
+        above = tuple(text.split("/"))
     if any(key[: len(above)] != above for key in keys):  # several, with commas
         above = ()
     return {key[len(above) :]: key for key in keys}
 
 
-def _single(index: RolloutIndex, role: str, found: dict[Key, Key]) -> Key:
+def _single(rollout: RolloutFile, role: str, found: dict[Key, Key]) -> Key:
     """Return the only key of a role that takes one value per step."""
     keys = list(found.values())
-    shapes = {tensor.key: tensor.shape for tensor in index.tensors}
+    shapes = {field.key: field.shape for field in rollout.layout.fields}
     if len(keys) > 1:
-        raise SlipstreamError(f"{index.file}: {len(keys)} keys for the {role}, expected one: --{role} names it")
+        raise SlipstreamError(f"{rollout.path}: {len(keys)} keys for the {role}, expected one: --{role} names it")
     if math.prod(shapes[keys[0]]) != 1:
         raise SlipstreamError(
-            f"{index.file}: {'/'.join(keys[0])} is of shape {list(shapes[keys[0]])} per step, "
+            f"{rollout.path}: {'/'.join(keys[0])} is of shape {list(shapes[keys[0]])} per step, "
             f"and the {role} of an episode is one value"
         )
     return keys[0]

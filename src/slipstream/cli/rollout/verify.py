@@ -16,7 +16,7 @@ from slipstream.cli.rollout.paths import PATTERN, find_rollouts
 from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
 
 if TYPE_CHECKING:
-    from slipstream.cli.rollout.index import RolloutIndex
+    from slipstream.rollout.layout import Layout
     from slipstream.store.container import Container
 
 
@@ -47,7 +47,7 @@ def verify(
 
 @dataclass
 class _Verdict:
-    """What became of checking one file."""
+    """The result of checking one file."""
 
     file: Path
     chunks: int = 0
@@ -78,16 +78,19 @@ def _verify_all(paths: list[Path]) -> Iterator[_Verdict]:
 
 def _check_kind(file: Path) -> None:
     """Raise if a file is something else that Slipstream wrote; a damaged one may be a rollout."""
-    from slipstream.cli.rollout.index import read_index
+    from slipstream.cli.rollout.reading import check_kind
+    from slipstream.store.container import Container
 
     try:
-        read_index(file)
+        with Container(file) as container:
+            check_kind(container)
     except (CorruptFileError, FormatVersionError):
         return
 
 
 def _verify(file: Path, label: str) -> _Verdict:
-    from slipstream.cli.rollout.index import NotARolloutError, index_of
+    from slipstream.cli.rollout.reading import NotARolloutError, check_kind
+    from slipstream.rollout.files import read_layout
     from slipstream.store.container import Container
 
     verdict = _Verdict(file)
@@ -96,13 +99,15 @@ def _verify(file: Path, label: str) -> _Verdict:
             damaged = dict(_damage(container, label))
             verdict.chunks = sum(len(entry.chunks) for entry in container.entries.values())
             try:
-                index = index_of(container)
+                check_kind(container)
+                layout = read_layout(container)
             except SlipstreamError:
-                verdict.problems += [problem for problems in damaged.values() for problem in problems]
+                for problems in damaged.values():
+                    verdict.problems += problems
                 raise
-            verdict.keys = len(index.tensors)
-            verdict.problems += _named(index, damaged)
-            verdict.problems += _miscounts(container, index, set(damaged))
+            verdict.keys = len(layout.fields)
+            verdict.problems += _named(layout, damaged)
+            verdict.problems += _miscounts(container, layout, set(damaged))
     except (CorruptFileError, FormatVersionError, NotARolloutError) as error:
         verdict.problems.append(str(error))
     except FileNotFoundError:
@@ -133,24 +138,25 @@ def _damage(container: Container, label: str) -> Iterator[tuple[str, list[str]]]
     yield from found.items()
 
 
-def _named(index: RolloutIndex, damaged: dict[str, list[str]]) -> Iterator[str]:
-    """Say of each damage which keys it makes unreadable."""
+def _named(layout: Layout, damaged: dict[str, list[str]]) -> Iterator[str]:
+    """Yield each problem together with the keys that cannot be read because of it."""
     for name, problems in damaged.items():
-        keys = [tensor.name for tensor in index.tensors if any(entry.name == name for entry in tensor.entries)]
-        lost = f"; lost with it: {', '.join(keys)}" if keys else ""
-        yield from (f"{problem}{lost}" for problem in problems)
+        keys = [item.name for item in layout.fields if name in item.arrays]
+        lost = ""
+        if keys:
+            lost = f"; lost with it: {', '.join(keys)}"
+        for problem in problems:
+            yield f"{problem}{lost}"
 
 
-def _miscounts(container: Container, index: RolloutIndex, damaged: set[str]) -> Iterator[str]:
-    """Say where a mask of exceptions has not as many as there are values for them."""
+def _miscounts(container: Container, layout: Layout, damaged: set[str]) -> Iterator[str]:
+    """Yield where a mask marks another number of exceptions than there are values for."""
     counts: dict[str, int] = {}
-    for tensor in index.tensors:
-        if tensor.mask is None or tensor.mask.name in damaged:
+    for item in layout.fields:
+        if item.mask is None or item.rows is None or item.mask in damaged:
             continue
-        if tensor.mask.name not in counts:
-            counts[tensor.mask.name] = int(container.read(tensor.mask.name).sum())
-        if counts[tensor.mask.name] != tensor.exceptions:
-            yield (
-                f"{container.path}: {tensor.name} has {counts[tensor.mask.name]} exceptions, "
-                f"and values for {tensor.exceptions}"
-            )
+        if item.mask not in counts:
+            counts[item.mask] = int(container.read(item.mask).sum())
+        num_values = container.entries[item.rows].shape[0]
+        if counts[item.mask] != num_values:
+            yield f"{container.path}: {item.name} has {counts[item.mask]} exceptions, and values for {num_values}"

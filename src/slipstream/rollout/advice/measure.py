@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -16,9 +15,10 @@ from numpy.typing import NDArray
 
 from slipstream.codecs import Codec, default_threads, parallel_map
 from slipstream.errors import ConfigurationError
+from slipstream.rollout.batch import load_rollout, split_batch
 from slipstream.rollout.compressed import CompressedTensorDict
 from slipstream.rollout.files import RolloutFile, codec_for, zstd_level
-from slipstream.rollout.layout import Field, Layout, Rollout, take_apart
+from slipstream.rollout.layout import Field, Layout, Rollout
 from slipstream.rollout.storage import RolloutStorage
 from slipstream.store.container import DEFAULT_CHUNK_BYTES
 
@@ -137,7 +137,7 @@ def measure(
     """
     say = progress or (lambda _: None)
     say("copying the batch, each observation once")
-    copy_s, rollout = _timed(lambda: take_apart(batch))
+    copy_s, rollout = _timed(lambda: split_batch(batch))
     layout = rollout.layout
     if layout.num_envs * layout.num_steps < minibatches or not layout.raw_bytes:
         raise ConfigurationError(
@@ -238,16 +238,11 @@ def _save(batch: TensorDictBase, folder: Path | None) -> _Saved:
             calls = _repeat(save)
             stats = storage.get_stats()
             path = storage.path(0)
-        load_s, _ = _timed(lambda: _load(path))
+        load_s, _ = _timed(lambda: load_rollout(path))
         with RolloutFile(path) as file:
             stored = {name: entry.stored_bytes for name, entry in file.container.entries.items()}
         background = stats["write_s"] / max(1, stats["save_count"])
         return _Saved(min(calls), background, load_s, path.stat().st_size, stored)
-
-
-def _load(path: Path) -> None:
-    with RolloutFile(path) as file:
-        file.load()
 
 
 def _packed_keys(packed: CompressedTensorDict) -> set[str]:
@@ -315,11 +310,11 @@ def _by_key(
         for name in names:
             left.pop(name, None)
         first = min(shared, key=lambda field: field.lead)
-        raw = layout.num_envs * layout.num_steps * math.prod(first.shape) * first.dtype.itemsize * len(shared)
+        raw = layout.bytes_of(first) * len(shared)
         rows.append(
             KeyNumbers(
                 key="/".join(first.key),
-                dtype=str(first.dtype).removeprefix("torch."),
+                dtype=first.dtype,
                 shape=first.shape,
                 with_next=len(shared) > 1,
                 raw_bytes=raw,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.errors import ConfigurationError, CorruptFileError, RolloutError, SlipstreamError
+from slipstream.rollout.batch import BatchFile
 from slipstream.rollout.compressed import CompressedTensorDict
-from slipstream.rollout.files import RolloutFile
 from slipstream.rollout.layout import Key
 from slipstream.store.container import MAGIC
 from slipstream.store.local import open_regular
@@ -128,7 +128,7 @@ def _from_file(path: Path) -> Source:
 
 
 def _from_rollout(path: Path) -> Source:
-    with RolloutFile(path) as file:
+    with BatchFile(path) as file:
         layout = file.layout
         kept = _kept(layout.num_envs, layout.raw_bytes)
         if kept == layout.num_envs or not layout.time_dim:

@@ -1,0 +1,344 @@
+"""TensorDicts as rollouts: split into arrays, saved, loaded and built again, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.errors import CorruptFileError, RolloutError, naming
+from slipstream.rollout.files import RolloutFile, write_rollout, zstd_level
+from slipstream.rollout.layout import Field, Key, Layout, Node, Rollout, carrier_of, resolve_slice
+from slipstream.tensors import View, check_storable, settled, storage_of, view_storage
+from slipstream.trajectory import NEXT, SharedNext, is_transposed
+from slipstream.tree import import_tensordict
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+_EXCEPTIONS = "exceptions"
+"""The array of breaks; other observations with other breaks have ``exceptions#2`` and so on."""
+
+
+def save_rollout_compressed(
+    data: TensorDictBase,
+    path: str | os.PathLike[str],
+    compression_level: int = 9,
+    *,
+    metadata: Any = None,
+    threads: int | None = None,
+) -> Path:
+    """Save a rollout to a file.
+
+    Blocks until the file is complete and durable. Every chunk is decoded and compared, bit for bit, before it is
+    written. The file appears under its name only when it is complete; a crash leaves the previous file.
+
+    Args:
+        data: A TensorDict of shape ``[environment, time, ...]``.
+        path: The file to create or replace.
+        compression_level: 0 to 12; up to 9 is fast.
+        metadata: A JSON value to store with it.
+        threads: Number of threads that encode; one per core by default.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        RolloutError: If `data` is not a rollout.
+        WriteError: If the file cannot be written; nothing is left behind.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict({"observation": torch.zeros(8, 32, 3)}, batch_size=[8, 32])
+        >>> path = save_rollout_compressed(batch, "/tmp/slipstream-doc/rollout.slip")
+        >>> load_rollout(path).batch_size
+        torch.Size([8, 32])
+    """
+    level = zstd_level(compression_level)
+    return write_rollout(split_batch(data), path, level, {"metadata": metadata}, threads)
+
+
+def load_rollout(
+    path: str | os.PathLike[str],
+    device: str | torch.device | None = None,
+    *,
+    keys: Sequence[str | Key] | None = None,
+    envs: slice | None = None,
+    steps: slice | None = None,
+) -> TensorDictBase:
+    """Load a rollout, or a part of it, as it was saved, bit for bit. Every checksum on the way is verified.
+
+    Args:
+        path: The file.
+        device: Where the tensors go; by default the CPU, and the TensorDict has no device.
+        keys: Only these nested keys, and everything below them.
+        envs: Only these environments. Several axes of environments become one.
+        steps: Only these steps.
+
+    Returns:
+        A TensorDict in new memory.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CorruptFileError: If it is damaged, or not a rollout.
+        FormatVersionError: If a newer release wrote it.
+        KeyError: If it has nothing under one of `keys`.
+    """
+    with BatchFile(path) as file:
+        return file.load(device, keys=keys, envs=envs, steps=steps)
+
+
+class BatchFile(RolloutFile):
+    """A rollout file that also loads TensorDicts."""
+
+    def load(
+        self,
+        device: str | torch.device | None = None,
+        *,
+        keys: Sequence[str | Key] | None = None,
+        envs: slice | None = None,
+        steps: slice | None = None,
+    ) -> TensorDictBase:
+        """Load the rollout, or a part of it; see `load_rollout`."""
+        import_tensordict()  # fails before anything is decoded
+        arrays = self.read(keys, envs=envs, steps=steps)
+        with naming(self.path):
+            batch = build_batch(self.layout, arrays, envs=envs, steps=steps, complete=keys is None)
+        if device is None:
+            return batch
+        return batch.to(device)
+
+
+def split_batch(batch: TensorDictBase) -> Rollout:
+    """Copy a batch ``[environment, time, ...]`` into arrays, with observations that ``next`` repeats stored once.
+
+    The batch may be reused as soon as this returns. Tensors on other devices are copied to the host.
+
+    Raises:
+        RolloutError: If it is not a rollout: no time axis, time first, keys that differ between environments.
+        UnsupportedStateError: If it holds something other than dense tensors; the message says where and what.
+    """
+    splitter = _Splitter(batch)
+    # Pairs first: what they do not share is stored tensor by tensor, in the order of the batch.
+    for key, root in splitter.tensors.items():
+        after = splitter.tensors.get((NEXT, *key))
+        if key[0] != NEXT and after is not None:
+            splitter.share(key, root, after)
+    splitter.check_axes()
+    for key, tensor in splitter.tensors.items():
+        if key not in splitter.fields:
+            splitter.keep(key, tensor)
+    return splitter.finish()
+
+
+class _Splitter:
+    """Collects the arrays and fields of one batch."""
+
+    def __init__(self, batch: TensorDictBase) -> None:
+        self.time_dim = _find_time_dim(batch)
+        self.batch_size = tuple(batch.batch_size)
+        self.names = tuple(batch.names or ())
+        self.arrays: dict[str, NDArray[Any]] = {}
+        self.fields: dict[Key, Field] = {}
+        self.nodes: list[Node] = []
+        self.tensors: dict[Key, torch.Tensor] = {}
+        num_envs = int(np.prod(self.batch_size[: self.time_dim]))
+        for key, value in _walk(batch, ()):
+            if isinstance(value, torch.Tensor):
+                shape = (num_envs, self.batch_size[self.time_dim], *value.shape[self.time_dim + 1 :])
+                self.tensors[key] = settled(value).cpu().reshape(shape)
+            else:
+                self.nodes.append(Node(key, tuple(value.batch_size), len(self.tensors)))
+
+    def share(self, key: Key, root: torch.Tensor, after: torch.Tensor) -> None:
+        """Store an observation and its ``next`` in one array, if that pays."""
+        if root.dtype != after.dtype:
+            return
+        shared = SharedNext.of(view_as_array(root), view_as_array(after))
+        if shared is None:
+            return
+        array = self._add("/".join(key), shared.whole)
+        mask = self._add_mask(shared.breaks)
+        rows = self._add("/".join((NEXT, *key)), shared.exceptions)
+        dtype = dtype_name(root.dtype)
+        shape = tuple(root.shape[2:])
+        self.fields[key] = Field(key, dtype, shape, array, extra=1)
+        self.fields[NEXT, *key] = Field((NEXT, *key), dtype, shape, array, lead=1, mask=mask, rows=rows, extra=1)
+
+    def keep(self, key: Key, tensor: torch.Tensor) -> None:
+        """Store a tensor as a separate array."""
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        array = self._add("/".join(key), view_as_array(copy))
+        self.fields[key] = Field(key, dtype_name(tensor.dtype), tuple(tensor.shape[2:]), array)
+
+    def check_axes(self) -> None:
+        """Raise `RolloutError` if ``next`` follows along the first axis, for pairs that are not shared."""
+        for key, root in self.tensors.items():
+            after = self.tensors.get((NEXT, *key))
+            if after is None or key in self.fields or (root.dtype, root.shape) != (after.dtype, after.shape):
+                continue
+            if is_transposed(view_as_array(root), view_as_array(after)):
+                raise RolloutError(
+                    f"{'/'.join(key)}: 'next' follows along the first axis of the batch and not along the second; "
+                    "a rollout has the shape [environment, time, ...]: pass batch.transpose(0, 1)"
+                )
+
+    def finish(self) -> Rollout:
+        """Return the rollout, with fields in the order of the batch."""
+        fields = tuple(self.fields[key] for key in self.tensors)
+        layout = Layout(self.batch_size, self.time_dim, self.names, fields, tuple(self.nodes))
+        return Rollout(layout, self.arrays)
+
+    def _add(self, name: str, array: NDArray[Any]) -> str:
+        """Store an array under a name that is not taken, and return that name."""
+        unique = name
+        number = 2
+        while unique in self.arrays:
+            unique = f"{name}#{number}"
+            number += 1
+        self.arrays[unique] = array
+        return unique
+
+    def _add_mask(self, breaks: NDArray[np.bool_]) -> str:
+        # Episodes end for all observations at once, so most masks are equal: store each once.
+        for name, array in self.arrays.items():
+            if name.startswith(_EXCEPTIONS) and np.array_equal(array, breaks):
+                return name
+        return self._add(_EXCEPTIONS, breaks)
+
+
+def _find_time_dim(batch: TensorDictBase) -> int:
+    """Return the axis named ``time``, or else the second one."""
+    if not import_tensordict().is_tensor_collection(batch):
+        raise RolloutError(f"a rollout is a TensorDict of shape [environment, time, ...], not a {type(batch).__name__}")
+    if not batch.batch_size:
+        raise RolloutError("the batch has no batch size: a rollout has the shape [environment, time, ...]")
+    names = list(batch.names or ())
+    if "time" not in names:
+        return min(1, len(batch.batch_size) - 1)
+    time_dim = names.index("time")
+    if time_dim == 0 and len(names) > 1:
+        raise RolloutError(
+            f"the first axis of the batch {list(batch.batch_size)} is named 'time': a rollout has the shape "
+            "[environment, time, ...]; pass batch.transpose(0, 1)"
+        )
+    return time_dim
+
+
+def _walk(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+    """Yield the nested TensorDicts and the tensors of a batch, by key."""
+    from tensordict import LazyStackedTensorDict, MemoryMappedTensor, is_tensor_collection  # noqa: PLC0415
+    from tensordict.tensorclass import NonTensorData, NonTensorStack  # noqa: PLC0415
+
+    if isinstance(node, LazyStackedTensorDict):
+        first, *others = [set(part.keys(include_nested=True, leaves_only=True)) for part in node.tensordicts]
+        ragged = sorted({str(name) for other in others for name in first ^ other})
+        if ragged:
+            raise RolloutError(
+                f"{'/'.join(key) or 'the batch'} is a stack whose parts have different keys: {', '.join(ragged[:3])} "
+                "are not in all of them"
+            )
+    for name in node.keys():  # noqa: SIM118 - a TensorDict iterates over its first axis
+        path = (*key, str(name))
+        try:
+            value = node.get(name)
+        except RuntimeError as error:  # a stack of different shapes
+            raise RolloutError(f"{'/'.join(path)} has different shapes in different environments ({error})") from error
+        if isinstance(value, (NonTensorData, NonTensorStack)):
+            raise RolloutError(f"{'/'.join(path)} is not a tensor, and cannot be stored; exclude it from the batch")
+        if isinstance(value, MemoryMappedTensor):
+            value = value.as_subclass(torch.Tensor)
+        if is_tensor_collection(value):
+            yield path, value
+            yield from _walk(value, path)
+        else:
+            check_storable(value, path)
+            yield path, value
+
+
+def build_batch(
+    layout: Layout,
+    arrays: Mapping[Key, NDArray[Any]],
+    *,
+    envs: slice | None = None,
+    steps: slice | None = None,
+    complete: bool = True,
+) -> TensorDictBase:
+    """Build the TensorDict of a rollout, or of a part of it. Its tensors share the memory of `arrays`.
+
+    Args:
+        layout: The layout of the whole rollout.
+        arrays: What `RolloutFile.read` returned for `envs` and `steps`.
+        envs: Which environments were read; None keeps the axes of the rollout.
+        steps: Which steps were read.
+        complete: Whether to include nested TensorDicts that hold no tensors.
+
+    Raises:
+        CorruptFileError: If the tensors do not form a TensorDict.
+    """
+    env_sizes = layout.batch_size[: layout.time_dim]
+    if envs is not None:
+        chosen = resolve_slice(envs, layout.num_envs, "environments")
+        env_sizes = (chosen.stop - chosen.start,)
+    chosen = resolve_slice(steps, layout.num_steps, "steps")
+    lead = (*env_sizes, chosen.stop - chosen.start)
+    batch_size = (*lead, *layout.batch_size[layout.time_dim + 1 :])
+    members: dict[Key, torch.Tensor] = {}
+    for field in layout.fields:
+        if field.key in arrays:
+            members[field.key] = tensor_of(arrays[field.key], field.dtype, (*lead, *field.shape))
+    try:
+        batch = assemble(layout, members, batch_size, complete=complete)
+        if envs is None and any(layout.names):
+            batch.names = list(layout.names)
+    except (RuntimeError, ValueError) as error:
+        raise CorruptFileError(f"its tensors do not form a TensorDict of size {list(batch_size)} ({error})") from error
+    return batch
+
+
+def assemble(
+    layout: Layout, members: dict[Key, torch.Tensor], batch_size: tuple[int, ...], *, complete: bool
+) -> TensorDictBase:
+    """Make a TensorDict of tensors by nested key, in the order that they had, nested batch sizes included."""
+    make = import_tensordict().TensorDict
+    batch: TensorDictBase = make({}, batch_size=batch_size)
+    order = [(node.position, 0, node.key, node.batch_size) for node in layout.nodes]
+    order += [(position, 1, item.key, ()) for position, item in enumerate(layout.fields)]
+    for _, is_tensor, key, size in sorted(order, key=lambda entry: entry[:2]):
+        if is_tensor and key in members:
+            batch.set(key, members[key])
+        elif not is_tensor and (complete or any(name[: len(key)] == key for name in members)):
+            inner = size[len(layout.batch_size) :]
+            batch.set(key, make({}, batch_size=(*batch_size, *inner)))
+    return batch
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a torch dtype as files spell it, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def view_as_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """View a tensor on the CPU as the array that carries it, with the same strides."""
+    kind = carrier_of(dtype_name(tensor.dtype))
+    # Integers of the same size hold the bits of dtypes that NumPy lacks.
+    if kind.kind == "u" and tensor.dtype != torch.uint8:
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+        return tensor.view(words).numpy().view(kind)
+    return tensor.numpy()
+
+
+def tensor_of(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """View the memory of a contiguous array as a tensor."""
+    memory = array.reshape(-1).view(np.uint8)
+    stride = torch.empty(shape, device="meta").stride()
+    return view_storage(storage_of(memory), View(0, 0, _TORCH_DTYPES[dtype], shape, stride))
+
+
+_TORCH_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
