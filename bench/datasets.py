@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from page import machine, write_section
 
 from slipstream import MultimodalReplayBuffer, ingest
-from slipstream.codecs import default_threads
+from slipstream.threads import default_threads
 
 PEERS = ("h5py", "opencv-python-headless", "hdf5plugin", "deflate", "torchrl", "cpprb", "robomimic", "minari")
 CAMERAS = ("left", "right", "global")

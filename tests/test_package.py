@@ -16,6 +16,7 @@ PUBLIC_NAMES = dir(slipstream)
 # From the bottom up: a module may import from its own line and from the lines before it.
 LAYERS = [
     {"errors", "text"},
+    {"memory", "threads"},
     {"codecs", "nav", "rl"},
     {"store"},
     {"trajectory"},
@@ -26,7 +27,7 @@ LAYERS = [
     {"report"},
     {"cli", "__main__"},
 ]
-TORCH_FREE = ("errors", "text", "codecs", "store", "trajectory", "cli")
+TORCH_FREE = ("errors", "text", "memory", "threads", "codecs", "store", "trajectory", "cli")
 
 
 def imports_of(path: Path) -> set[str]:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from slipstream.codecs import parallel_map
+from slipstream.threads import parallel_map
 
 
 def test_results_come_in_the_order_of_the_items():

@@ -1,16 +1,17 @@
-"""Run a function over many items on a few short-lived threads.
+"""How many threads to use, and a parallel map on short-lived threads.
 
-Threads are made for one call and gone after it. That costs about 0.1 ms and buys three things a shared pool cannot
-give: they inherit the low scheduling priority of the background thread that starts them, a fork never meets a dead
-pool, and they work while the interpreter is shutting down, when ``concurrent.futures`` refuses new work.
+`parallel_map` starts its threads for one call and joins them at the end. That costs about 0.1 ms and has three
+advantages over a shared pool: the threads inherit the low scheduling priority of the background thread that starts
+them, a forked child never inherits a pool without threads, and it works while the interpreter shuts down, when
+``concurrent.futures`` refuses new work.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -18,19 +19,21 @@ R = TypeVar("R")
 
 
 def usable_cores() -> int:
-    """Return on how many cores this process may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def default_threads() -> int:
-    """Return how many threads to use: one per core this process may run on, at most 8."""
+    """Return the default number of threads: one per usable core, at most 8."""
     return min(8, usable_cores())
 
 
 def background_threads() -> int:
-    """Return how many threads may pack beside training: a quarter of the cores, one at least.
+    """Return the number of threads for work beside training: a quarter of the default, at least one.
 
-    More would not be done sooner where training keeps the cores busy, and slow it down by more than they work.
+    More threads do not finish sooner while training keeps the cores busy, and they slow training down.
     """
     return max(1, default_threads() // 4)
 
@@ -38,18 +41,28 @@ def background_threads() -> int:
 def parallel_map(function: Callable[[T], R], items: Sequence[T], threads: int | None = None) -> Iterator[R]:
     """Yield ``function(item)`` for every item, in order, computed on up to `threads` threads.
 
-    At most two results per thread are computed ahead of the consumer, which bounds memory. The first failure, in the
-    order of the items, is raised where its result would have been yielded; no further item is started then, and no
-    thread outlives the iterator.
+    Memory is bounded: at most two results per thread are computed ahead of the consumer. If the system refuses to start
+    threads, the caller's thread does the work. No thread outlives the iterator.
 
     Args:
-        function: What to run; it should release the GIL for most of its time.
-        items: What to run it on.
-        threads: How many threads; by default one per core.
+        function: Called once per item. It should release the GIL most of the time.
+        items: The arguments.
+        threads: Number of threads; `default_threads` if None.
+
+    Raises:
+        BaseException: The first exception of `function`, in the order of the items, in place of its result. No further
+            item is started.
+
+    Example:
+        >>> list(parallel_map(abs, [-1, -2, 3], threads=2))
+        [1, 2, 3]
     """
     count = min(threads or default_threads(), len(items))
-    crew = _Crew(function, items, count) if count > 1 else None
-    if crew is None or not crew.threads:
+    if count <= 1:
+        yield from map(function, items)
+        return
+    crew = _Crew(function, items, count)
+    if not crew.threads:
         yield from map(function, items)
         return
     try:
@@ -59,41 +72,54 @@ def parallel_map(function: Callable[[T], R], items: Sequence[T], threads: int | 
         crew.dismiss()
 
 
+@dataclass
+class _Outcome(Generic[R]):
+    """What a call returned or raised."""
+
+    result: R | None = None
+    error: BaseException | None = None
+
+
 class _Crew(Generic[T, R]):
-    """Threads that take items in order, never more than two per thread ahead of what was asked for."""
+    """Threads that process items in order, at most two per thread ahead of the consumer."""
 
     def __init__(self, function: Callable[[T], R], items: Sequence[T], count: int) -> None:
         self._function = function
         self._items = items
         self._ahead = 2 * count
         self._changed = threading.Condition()
-        self._results: dict[int, tuple[R | None, BaseException | None]] = {}
-        self._taken = self._given = 0
+        self._outcomes: dict[int, _Outcome[R]] = {}
+        self._num_started = 0
+        self._num_consumed = 0
         self._dismissed = False
-        self.threads = []
+        self.threads: list[threading.Thread] = []
         for _ in range(count):
             thread = threading.Thread(target=self._work, daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads to be had: those there are do the work
+            try:
                 thread.start()
-                self.threads.append(thread)
+            except RuntimeError:
+                # The system has no more threads. Those that started do all the work.
+                break
+            self.threads.append(thread)
 
     def result(self, index: int) -> R:
-        """Wait for one result; they must be asked for in order."""
+        """Wait for a result; call it for every index in order."""
         with self._changed:
-            while index not in self._results:
+            while index not in self._outcomes:
                 self._changed.wait()
-            result, error = self._results.pop(index)
-            self._given += 1
+            outcome = self._outcomes.pop(index)
+            self._num_consumed += 1
             self._changed.notify_all()
-        if error is not None:
+        if outcome.error is not None:
             try:
-                raise error
+                raise outcome.error
             finally:
-                del error  # else the frame and the traceback keep each other, and the item, alive
-        return result  # type: ignore[return-value]
+                # Else the traceback and this frame keep each other, and the item, alive.
+                outcome.error = None
+        return outcome.result  # type: ignore[return-value]
 
     def dismiss(self) -> None:
-        """Start nothing more, and wait for what is under way."""
+        """Start no further item, and wait for those in progress."""
         with self._changed:
             self._dismissed = True
             self._changed.notify_all()
@@ -101,20 +127,28 @@ class _Crew(Generic[T, R]):
             thread.join()
 
     def _work(self) -> None:
-        while (index := self._next()) is not None:
-            try:
-                outcome: tuple[R | None, BaseException | None] = self._function(self._items[index]), None
-            except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
-                outcome = None, error
-            with self._changed:
-                self._results[index] = outcome
-                self._changed.notify_all()
+        """Process items until none is left; runs on each thread."""
+        while (index := self._next_index()) is not None:
+            self._process(index)
 
-    def _next(self) -> int | None:
+    def _process(self, index: int) -> None:
+        """Compute one result and hand it to the consumer; keeps no reference to it."""
+        outcome: _Outcome[R] = _Outcome()
+        try:
+            outcome.result = self._function(self._items[index])
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is consumed
+            outcome.error = error
         with self._changed:
-            while not self._dismissed and self._taken - self._given >= self._ahead:
+            self._outcomes[index] = outcome
+            self._changed.notify_all()
+
+    def _next_index(self) -> int | None:
+        """Return the next item to process, or None if there is nothing left to do."""
+        with self._changed:
+            while not self._dismissed and self._num_started - self._num_consumed >= self._ahead:
                 self._changed.wait()
-            if self._dismissed or self._taken == len(self._items):
+            if self._dismissed or self._num_started == len(self._items):
                 return None
-            self._taken += 1
-            return self._taken - 1
+            index = self._num_started
+            self._num_started += 1
+            return index

@@ -8,8 +8,7 @@ import lz4.frame
 import numpy as np
 import pytest
 
-from slipstream.codecs import compress_frames, decompress_frames
-from slipstream.codecs.lz4 import FRAME_BYTES, find_frames
+from slipstream.codecs.bytes import FRAME_BYTES, compress_frames, decompress_frames, find_frames
 from slipstream.errors import CodecError
 
 TEXT = b"slipstream " * 900_000  # 9.9 MB: three frames

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.codecs import Auto, Codec, Difference, Lz4, Planes, Raw, Timewise, Zstd
+from slipstream.codecs import Codec, Difference, Lz4, Planes, Raw, Timewise, Zstd
 from slipstream.store.container import write_container
 
 FOLDER = Path(__file__).parent
@@ -18,7 +18,7 @@ def main() -> None:
     special = np.array([0.0, -0.0, np.nan, -np.inf, 5e-324, 1.5], np.float64)
     weights = rng.normal(scale=0.05, size=(24, 16)).astype(np.float32)
     weights[3] = 0
-    entries: dict[str, tuple[np.ndarray[tuple[int, ...], np.dtype[np.generic]], Codec, str | None]] = {
+    entries: dict[str, tuple[np.ndarray[tuple[int, ...], np.dtype[np.generic]], Codec | None, str | None]] = {
         "weights": (weights, Planes(), None),
         "weights bf16": ((weights.view(np.uint32) >> 16).astype(np.uint16), Planes(1, floating=True), None),
         "weights later": (weights + np.float32(1e-4), Difference(), "weights"),
@@ -29,7 +29,7 @@ def main() -> None:
         "special": (special, Raw(), None),
         "complex": (special[[0, 5]] + 1j * special[[5, 1]], Planes(), None),
         "half": (np.linspace(-2, 2, 33).astype(np.float16), Planes(), None),
-        "flags": (np.array([[True, False], [False, True]]), Auto(), None),
+        "flags": (np.array([[True, False], [False, True]]), None, None),
         "big endian": (np.arange(5).astype(">i4"), Planes(), None),
         "scalar": (np.array(7, np.int8), Raw(), None),
         "mostly zero": (np.where(rng.random((20, 9)) < 0.2, 1.5, 0.0), Planes(), None),

@@ -196,15 +196,19 @@ def test_the_page_about_extending_runs(extended):
 def test_the_codec_of_that_page_gives_back_every_bit_and_refuses_the_rest(extended, array):
     codec = extended["Counting"]()
     payload = codec.encode(array)
-    assert codec.decode(payload, array.dtype, array.shape).tobytes() == array.tobytes()
+    decoded = np.empty_like(array)
+    codec.decode(payload, decoded)
+    assert decoded.tobytes() == array.tobytes()
     assert codec_from_header(codec.to_header()) == codec
     for other, shape in ((payload[:-1], array.shape), (payload, (*array.shape, 2))):
         if array.size:  # of nothing there is nothing to lose
             with pytest.raises(CodecError):
-                codec.decode(other, array.dtype, shape)
+                codec.decode(other, np.empty(shape, array.dtype))
 
 
 def test_that_codec_takes_arrays_of_any_layout(extended):
     array = np.arange(24, dtype=np.uint16).reshape(4, 6)[::-1, ::2]
     codec = extended["Counting"](level=9)
-    assert (extended["Counting"]().decode(codec.encode(array), array.dtype, array.shape) == array).all()
+    decoded = np.empty(array.shape, array.dtype)
+    extended["Counting"]().decode(codec.encode(array), decoded)
+    assert (decoded == array).all()

@@ -217,10 +217,8 @@ def test_a_codec_that_does_not_give_back_what_it_got_is_caught_before_anything_i
     from slipstream.codecs import Planes, Timewise, Zstd
     from slipstream.errors import CodecError
 
-    def wrong(self, payload, dtype, shape, reference=None, out=None):
-        import numpy as np
-
-        return np.zeros(shape, dtype)
+    def wrong(self, payload, out):
+        out[...] = 0
 
     for codec in (Planes, Timewise, Zstd):
         monkeypatch.setattr(codec, "decode", wrong)

@@ -12,7 +12,8 @@ import torch
 from slipstream.checkpoint.native import NativeFile, path_matches
 from slipstream.checkpoint.portable import read_portable
 from slipstream.errors import CorruptFileError
-from slipstream.store.container import MAGIC, machine_bytes
+from slipstream.memory import machine_bytes
+from slipstream.store.container import MAGIC
 from slipstream.store.local import open_regular
 from slipstream.text import install_hint
 from slipstream.tree import is_tensordict, map_leaves

@@ -22,11 +22,11 @@ from slipstream.checkpoint.load import move
 from slipstream.checkpoint.native import NativeFile, Parent, Written, path_matches, write_native
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.checkpoint.snapshot import Snapshot
-from slipstream.codecs import background_threads
 from slipstream.errors import CorruptFileError, FormatVersionError
 from slipstream.store.local import make_folder, sync_folder
 from slipstream.store.lock import FileLock
 from slipstream.store.worker import Handle, Policy
+from slipstream.threads import background_threads
 from slipstream.tree import Leaf, map_leaves
 from slipstream.tree import Path as TreePath
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.checkpoint.predict import Moments, Recipe, apply, find_moments, prediction, recipes, sample
-from slipstream.codecs import Auto, Codec, Difference, Planes, Raw
+from slipstream.codecs import Codec, Difference, Planes, Raw, choose_codec
 from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError
 from slipstream.store.container import Container, ContainerWriter, Reference, write_container
 from slipstream.tensors import View, array_of, carrier, check_storable, plan, settled, storage_of, view_storage
@@ -77,7 +77,7 @@ class _Collector:
     names: list[str] = field(default_factory=list)
     paths: list[TreePath] = field(default_factory=list)
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
-    codecs: dict[str, Codec] = field(default_factory=dict)
+    codecs: dict[str, Codec | None] = field(default_factory=dict)  # None: choose when it is written
     entry_of: dict[TreePath, str] = field(default_factory=dict)
     raw_bytes: int = 0
 
@@ -106,9 +106,9 @@ class _Collector:
         self.raw_bytes += array.nbytes
         if array.nbytes <= _INLINE_BYTES:
             return {**node, "hex": array.tobytes().hex()}
-        return {**node, "entry": self._add(name, array, Auto() if array.nbytes >= _SMALL_BYTES else Raw())}
+        return {**node, "entry": self._add(name, array, None if array.nbytes >= _SMALL_BYTES else Raw())}
 
-    def _add(self, name: str, array: NDArray[Any], codec: Codec) -> str:
+    def _add(self, name: str, array: NDArray[Any], codec: Codec | None) -> str:
         unique, number = name, 2
         while unique in self.arrays:
             unique, number = f"{name}#{number}", number + 1
@@ -152,12 +152,12 @@ def _describe(node: dict[str, Any], view: View, entry: str | None) -> None:
         node["stride"] = list(view.stride)
 
 
-def _codec_for(dtype: torch.dtype, nbytes: int) -> Codec:
+def _codec_for(dtype: torch.dtype, nbytes: int) -> Codec | None:
     if nbytes < _SMALL_BYTES:
         return Raw()
     if dtype.is_floating_point and dtype.itemsize > 1:
         return Planes(floating=carrier(dtype)[1] or None)
-    return Planes() if dtype.is_complex else Auto()
+    return Planes() if dtype.is_complex else None
 
 
 def write_native(
@@ -219,7 +219,7 @@ def write_native(
 
 
 def _add_changes(
-    writer: ContainerWriter, content: Content, codecs: Mapping[str, Codec], old: Content
+    writer: ContainerWriter, content: Content, codecs: Mapping[str, Codec | None], old: Content
 ) -> tuple[list[str], dict[str, Recipe]]:
     """Add what differs from the parent; returns what is the same, and what was stored against a prediction."""
     same: list[str] = []
@@ -235,7 +235,8 @@ def _add_changes(
         elif array.nbytes < _SMALL_BYTES:
             writer.add(name, array, codecs[name])
         else:
-            codec, recipe = _best(name, content, old, codecs[name], candidates.get(name, []))
+            plain = codecs[name] or choose_codec(array)
+            codec, recipe = _best(name, content, old, plain, candidates.get(name, []))
             reference: Reference | None = before if codec.needs_reference else None
             if recipe is not None:
                 predicted[name] = recipe
@@ -257,13 +258,13 @@ def _best(
     codec = Difference(floating=plain.floating if isinstance(plain, Planes) else None)
     options: list[tuple[int, Codec, Recipe | None]] = [
         (len(plain.encode(part)), plain, None),
-        (len(codec.encode(part, sample(old.arrays[name]))), codec, None),
+        (len(codec.against(sample(old.arrays[name])).encode(part)), codec, None),
     ]
     for recipe in candidates:
         arrays = _inputs(recipe, old.arrays, content.arrays)
         if all((item.dtype, item.shape) == (np.dtype(np.float32), array.shape) for item in arrays):
             guess = apply(recipe, [sample(item) for item in arrays])
-            options.append((len(codec.encode(part, guess)), codec, recipe))
+            options.append((len(codec.against(guess).encode(part)), codec, recipe))
     _, chosen, recipe_or_none = min(options, key=lambda option: option[0])
     return chosen, recipe_or_none
 

@@ -18,8 +18,7 @@ import lz4.frame
 import numpy as np
 import torch
 
-from slipstream.codecs import compress_frames, decompress_frames
-from slipstream.codecs.lz4 import FRAME_BYTES
+from slipstream.codecs.bytes import FRAME_BYTES, compress_frames, decompress_frames
 from slipstream.errors import CodecError, CorruptFileError, WriteError
 from slipstream.store.local import atomic_write, open_regular
 

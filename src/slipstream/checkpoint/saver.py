@@ -18,10 +18,10 @@ import torch
 from slipstream.checkpoint.native import write_native
 from slipstream.checkpoint.portable import write_portable
 from slipstream.checkpoint.snapshot import BufferPool, Guard, Snapshot, take_snapshot
-from slipstream.codecs import background_threads
-from slipstream.codecs.lz4 import MAX_LEVEL
+from slipstream.codecs.bytes import MAX_LZ4_LEVEL
 from slipstream.errors import DiskFullError
 from slipstream.store.worker import Handle, Policy, Worker
+from slipstream.threads import background_threads
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class AsyncCheckpointSaver:
         policy: Policy = "block",
         warm: int = 1,
     ) -> None:
-        if not 0 <= compression_level <= MAX_LEVEL:
-            raise ValueError(f"compression_level is {compression_level}, expected 0 to {MAX_LEVEL}")
+        if not 0 <= compression_level <= MAX_LZ4_LEVEL:
+            raise ValueError(f"compression_level is {compression_level}, expected 0 to {MAX_LZ4_LEVEL}")
         self._worker = Worker(max_queue_size, policy, name="AsyncCheckpointSaver", on_full=self._warn_full)
         self._level = compression_level
         self._log_level = logging.INFO if verbose else logging.DEBUG

@@ -1,7 +1,7 @@
-"""The `lz4` codec, and parallel coding of standard LZ4 frames.
+"""Codecs that see plain bytes: `raw`, `zstd` and `lz4`; and parallel coding of standard LZ4 frames.
 
-Data is cut into several frames, one after another, each of which records its size and a checksum. Any LZ4 tool reads
-the result as one stream; this module also finds the frame boundaries, so that decoding is parallel too.
+LZ4 data is split into several frames, each with its size and a checksum. Any LZ4 tool reads the result as one stream.
+This module also finds the frame boundaries, so that decoding is parallel too.
 """
 
 from __future__ import annotations
@@ -14,20 +14,55 @@ from typing import ClassVar
 import lz4.frame
 import numpy as np
 
-from slipstream.codecs.base import Buffer, Layout, WordCodec
-from slipstream.codecs.entropy import as_bytes
-from slipstream.codecs.parallel import parallel_map
-from slipstream.codecs.words import Words
+from slipstream.codecs.base import Buffer, Layout, WordCodec, Words, as_bytes
+from slipstream.codecs.entropy import check_level, compress_zstd, decompress_zstd
 from slipstream.errors import CodecError
+from slipstream.threads import parallel_map
 
 FRAME_BYTES = 4 << 20
-MAX_LEVEL: int = lz4.frame.COMPRESSIONLEVEL_MAX
+MAX_LZ4_LEVEL: int = lz4.frame.COMPRESSIONLEVEL_MAX
 
 _MAGIC = 0x184D2204
 _SKIPPABLE = range(0x184D2A50, 0x184D2A60)
 _SMALLEST_FRAME = 16
 _BEST_RATIO = 255
 """No LZ4 block expands more than this, so a frame that claims to is lying."""
+
+
+@dataclass(frozen=True)
+class Raw(WordCodec):
+    """The bytes as they are."""
+
+    name: ClassVar[str] = "raw"
+
+    def _encode(self, words: Words, layout: Layout) -> bytes:
+        return words.tobytes()
+
+    def _decode(self, payload: memoryview, out: Words, layout: Layout) -> None:
+        if len(payload) != out.nbytes:
+            raise CodecError(f"raw payload has {len(payload)} bytes, expected {out.nbytes}")
+        out.view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
+
+
+@dataclass(frozen=True)
+class Zstd(WordCodec):
+    """One zstd frame around the bytes: for images, text-like integers and anything with long repeats.
+
+    Args:
+        level: zstd level, 1 to 22.
+    """
+
+    name: ClassVar[str] = "zstd"
+    level: int = 3
+
+    def __post_init__(self) -> None:
+        check_level(self.level)
+
+    def _encode(self, words: Words, layout: Layout) -> bytes:
+        return compress_zstd(words.view(np.uint8), self.level)
+
+    def _decode(self, payload: memoryview, out: Words, layout: Layout) -> None:
+        out.view(np.uint8)[:] = np.frombuffer(decompress_zstd(payload, out.nbytes), np.uint8)
 
 
 @dataclass(frozen=True)
@@ -41,7 +76,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Lz4(WordCodec):
-    """Standard LZ4 frames, readable by every LZ4 tool; fast to decode, and of little use on floats.
+    """Standard LZ4 frames, readable by every LZ4 tool. Fast to decode; floats hardly shrink.
 
     Args:
         level: 0 is the fast mode, 3 to 12 the slow one (see the ``lz4`` command).
@@ -51,13 +86,13 @@ class Lz4(WordCodec):
     level: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.level, int) or isinstance(self.level, bool) or not 0 <= self.level <= MAX_LEVEL:
-            raise CodecError(f"lz4 level is {self.level!r}, expected a whole number from 0 to {MAX_LEVEL}")
+        if not isinstance(self.level, int) or isinstance(self.level, bool) or not 0 <= self.level <= MAX_LZ4_LEVEL:
+            raise CodecError(f"lz4 level is {self.level!r}, expected a whole number from 0 to {MAX_LZ4_LEVEL}")
 
-    def _encode(self, words: Words, layout: Layout, reference: Words | None) -> bytes:
+    def _encode(self, words: Words, layout: Layout) -> bytes:
         return b"".join(compress_frames(words, self.level))
 
-    def _decode(self, payload: memoryview, out: Words, layout: Layout, reference: Words | None) -> None:
+    def _decode(self, payload: memoryview, out: Words, layout: Layout) -> None:
         target = out.view(np.uint8)
         position = 0
         for content in decompress_frames(payload, max_bytes=target.size):

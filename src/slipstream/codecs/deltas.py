@@ -1,9 +1,7 @@
-"""The `timewise` codec: arrays of shape ``[environment, time, ...]`` that change slowly in time.
+"""Codecs that store differences: `timewise` between neighbours in time, `difference` to a reference array.
 
-Each step is differenced with the one before it (XOR of bits, or difference of ordered integers, or that to the line
-through the two before it, or not at all: what packs a sample best), time is made the innermost axis so that quiet
-channels become runs, and the result goes to byte planes. Work proceeds in tiles of about 1 MiB: several whole
-environments, or a stretch of time of a single one.
+Differences of floats are counted in representable numbers: float bits are mapped to integers in the order of the floats
+and subtracted. Small changes then give small integers whatever the magnitude, also across zero.
 """
 
 from __future__ import annotations
@@ -11,36 +9,152 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.codecs.base import Layout, part_shape
+from slipstream.codecs.base import (
+    Layout,
+    Words,
+    as_words,
+    flip_negative,
+    is_float,
+    middle_part,
+    unzigzag,
+    zigzag,
+)
 from slipstream.codecs.planes import BLOCK_BYTES, PlaneCodec, expect_end, pack_words, unpack_words
-from slipstream.codecs.words import Words, as_words, flip_negative, is_float, scratch, unzigzag, zigzag
 from slipstream.errors import CodecError
+from slipstream.memory import scratch
 
-_PLAIN, _XOR, _ORDERED, _LINEAR = 0, 1, 2, 3
 _MODES = ("plain", "xor", "ordered", "linear")
-_FLOATING, _WHOLE = 4, 8
+_PLAIN = 0
+_XOR = 1
+_ORDERED = 2
+_LINEAR = 3
+# Flags in the first byte of a payload, added to the mode.
+_FLOATING = 4
+_WHOLE = 8
+
 _SAMPLE_BYTES = 64 << 10
-_WIDE_STEP = 64  # words
+# From this many words per step, a Python loop over steps is faster than a cumulative sum along them.
+_WIDE_STEP = 64
+
+
+@dataclass(frozen=True)
+class Difference(PlaneCodec):
+    """Difference to a reference array in ordered integers, then byte planes.
+
+    Set the reference with `against`, for encoding and for decoding.
+
+    Args:
+        level: zstd level for planes with repeats, 1 to 22.
+        floating: Whether words are floats; by default derived from the dtype. True for bfloat16 kept as uint16.
+
+    Example:
+        >>> import numpy as np
+        >>> parent = np.linspace(0, 1, 10_000, dtype=np.float32)
+        >>> child = parent + np.float32(1e-4)
+        >>> codec = Difference().against(parent)
+        >>> payload = codec.encode(child)
+        >>> decoded = np.empty_like(child)
+        >>> codec.decode(payload, decoded)
+        >>> bool((decoded == child).all())
+        True
+    """
+
+    name: ClassVar[str] = "difference"
+    needs_reference: ClassVar[bool] = True
+    _reference: NDArray[Any] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def against(self, reference: NDArray[Any]) -> Difference:
+        """Return this codec with a reference; see `Codec.against`."""
+        bound = dataclasses.replace(self)
+        object.__setattr__(bound, "_reference", np.asarray(reference))
+        return bound
+
+    def _check(self, array: NDArray[Any]) -> None:
+        """Raise `CodecError` unless there is a reference of the dtype and shape of `array`."""
+        reference = self._reference
+        if reference is None:
+            raise CodecError("codec 'difference' needs a reference array, set it with against(reference)")
+        if reference.dtype != array.dtype or reference.shape != array.shape:
+            raise CodecError(
+                f"reference is {reference.dtype}{list(reference.shape)}, the array is "
+                f"{array.dtype}{list(array.shape)}: they must match"
+            )
+
+    def _reference_words(self) -> Words:
+        assert self._reference is not None, "_check has run"  # noqa: S101
+        return as_words(self._reference)
+
+    def _encode(self, words: Words, layout: Layout) -> bytes:
+        reference = self._reference_words()
+        floating = self._is_floating(layout)
+        pieces = [bytes([floating])]
+        for block in _blocks(words):
+            mine = scratch("mine", words[block].size, words.dtype)
+            other = scratch("other", words[block].size, words.dtype)
+            _to_ordered(words[block], mine, floating)
+            _to_ordered(reference[block], other, floating)
+            np.subtract(mine, other, out=mine)
+            zigzag(mine, mine)
+            pieces += pack_words(mine, rotate=False, squeeze=True, level=self.level)
+        return b"".join(pieces)
+
+    def _decode(self, payload: memoryview, out: Words, layout: Layout) -> None:
+        if not payload or payload[0] > 1:
+            raise CodecError("difference payload starts with an invalid flag, expected 0 or 1")
+        reference = self._reference_words()
+        floating = bool(payload[0])
+        used = 1
+        for block in _blocks(out):
+            mine = scratch("mine", out[block].size, out.dtype)
+            other = scratch("other", out[block].size, out.dtype)
+            used += unpack_words(payload[used:], mine)
+            unzigzag(mine, mine)
+            # Read the reference before writing `out`: it may be the same memory.
+            _to_ordered(reference[block], other, floating)
+            np.add(mine, other, out=mine)
+            _from_ordered(mine, out[block], floating)
+        expect_end(payload, used)
+
+
+def _blocks(words: Words) -> Iterator[slice]:
+    """Yield slices of about 1 MiB."""
+    step = BLOCK_BYTES // words.dtype.itemsize
+    for start in range(0, words.size, step):
+        yield slice(start, start + step)
+
+
+def _to_ordered(words: Words, out: Words, floating: bool) -> None:
+    """Map floats to integers in the same order; copy integers."""
+    if floating:
+        flip_negative(words, out)
+    else:
+        np.copyto(out, words)
+
+
+# The map is its own inverse.
+_from_ordered = _to_ordered
 
 
 @dataclass(frozen=True)
 class Timewise(PlaneCodec):
-    """Differences between neighbours in time, time innermost, then byte planes.
+    """Differences between neighbours in time, with time as the innermost axis, then byte planes.
 
-    The first axis is the environment, the second is time; an array of fewer axes is one environment.
+    For arrays ``[environment, time, ...]`` that change slowly in time; an array of fewer axes is one environment. With
+    time innermost, channels that do not change become runs. Work proceeds in tiles of about 1 MiB: several whole
+    environments, or a range of steps of one environment.
 
     Args:
-        level: zstd level for planes in which matches pay, 1 to 22.
-        floating: Whether words are floats; by default told from the dtype.
+        level: zstd level for planes with repeats, 1 to 22.
+        floating: Whether words are floats; by default derived from the dtype. True for bfloat16 kept as uint16.
         mode: How neighbours are differenced: ``plain`` (not at all), ``xor``, ``ordered`` (as integers in the order of
-            the floats) or ``linear`` (the same, twice: for what moves steadily); by default what packs a sample best,
-            found anew for every array that is encoded, which takes a third of the time.
+            the floats) or ``linear`` (the same, twice, for values with constant velocity). By default every call of
+            `encode` tries all of them on a sample, which takes a third of its time; `settle` does that once.
     """
 
     mode: str | None = None
@@ -52,107 +166,132 @@ class Timewise(PlaneCodec):
             raise CodecError(f"timewise mode is {self.mode!r}, expected one of {', '.join(_MODES)}")
 
     def to_header(self) -> dict[str, Any]:
-        """Return this codec as a JSON object: its name and settings, the mode only if it is set."""
+        """Return this codec as a JSON object: its name and settings; the mode only if it is set."""
         header = super().to_header()
-        return header if self.mode is not None else {key: value for key, value in header.items() if key != "mode"}
+        if self.mode is None:
+            del header["mode"]
+        return header
 
     def settle(self, array: NDArray[Any]) -> Timewise:
-        """Return the codec with the mode that packs a sample of `array` best, to encode many parts of it with."""
+        """Return the codec with the mode that compresses a sample of `array` best, for encoding many parts of it."""
         if not array.size or self.mode is not None:
             return self
-        if array.dtype == np.bool_:  # flags stay as they are for a while
+        # Flags rarely change from one step to the next.
+        if array.dtype == np.bool_:
             return dataclasses.replace(self, mode="xor")
         if array.flags.c_contiguous and not np.count_nonzero(as_words(array)):
             return dataclasses.replace(self, mode="plain")
         sample_bytes = min(_SAMPLE_BYTES, max(_SAMPLE_BYTES // 4, array.nbytes // 16))
-        shape = part_shape(array.shape, array.dtype.itemsize, sample_bytes)
-        middle = tuple(slice((n - k) // 2, (n - k) // 2 + k) for n, k in zip(array.shape, shape, strict=True))
-        words = as_words(array[middle])
-        floating = is_float(array.dtype) if self.floating is None else self.floating
-        mode = _best_mode(words.reshape(_series_shape(shape, words.size)), floating, self.level)
-        return dataclasses.replace(self, mode=_MODES[mode])
+        sample = middle_part(array, sample_bytes)
+        words = as_words(sample)
+        series = words.reshape(_series_shape(sample.shape, words.size))
+        floating = self._is_floating(Layout(sample.shape, is_float(sample.dtype)))
+        return dataclasses.replace(self, mode=_MODES[_best_mode(series, floating, self.level)])
 
-    def _encode(self, words: Words, layout: Layout, reference: Words | None) -> bytes:
+    def _mode_for(self, series: Words, floating: bool) -> int:
+        """Return the mode to encode a series with."""
+        if self.mode is not None:
+            return _MODES.index(self.mode)
+        return _best_mode(series, floating, self.level)
+
+    def _encode(self, words: Words, layout: Layout) -> bytes:
         if not words.size:
             return b""
         series = words.reshape(_series_shape(layout.shape, words.size))
         floating = self._is_floating(layout)
-        mode = _best_mode(series, floating, self.level) if self.mode is None else _MODES.index(self.mode)
-        pieces = [bytes([mode | (_FLOATING if floating else 0) | (_WHOLE if mode == _PLAIN else 0)])]
+        mode = self._mode_for(series, floating)
+        head = mode
+        if floating:
+            head |= _FLOATING
+        if mode == _PLAIN:
+            head |= _WHOLE
+        pieces = [bytes([head])]
         for tile in _tiles(series.shape, BLOCK_BYTES // words.dtype.itemsize):
             pieces += _pack_tile(series[tile], mode, floating, self.level)
         return b"".join(pieces)
 
-    def _decode(self, payload: memoryview, out: Words, layout: Layout, reference: Words | None) -> None:
-        used = 0
-        if out.size:
-            mode = payload[0] & ~_FLOATING if payload else -1
-            if mode not in (_PLAIN | _WHOLE, *range(_LINEAR + 1)):
-                raise CodecError("timewise payload starts with a mode that this codec does not write")
-            floating = bool(payload[0] & _FLOATING)
-            used = 1
-            series = out.reshape(_series_shape(layout.shape, out.size))
-            for tile in _tiles(series.shape, BLOCK_BYTES // out.dtype.itemsize):
-                used += _unpack_tile(payload[used:], series[tile], mode, floating)
+    def _decode(self, payload: memoryview, out: Words, layout: Layout) -> None:
+        if not out.size:
+            expect_end(payload, 0)
+            return
+        if not payload:
+            raise CodecError("timewise payload is empty, but the array is not")
+        mode = payload[0] & ~_FLOATING
+        if mode not in (_PLAIN | _WHOLE, _PLAIN, _XOR, _ORDERED, _LINEAR):
+            raise CodecError(f"timewise payload starts with {payload[0]}, which is not a valid mode")
+        floating = bool(payload[0] & _FLOATING)
+        series = out.reshape(_series_shape(layout.shape, out.size))
+        used = 1
+        for tile in _tiles(series.shape, BLOCK_BYTES // out.dtype.itemsize):
+            used += _unpack_tile(payload[used:], series[tile], mode, floating)
         expect_end(payload, used)
 
 
-def _series_shape(shape: tuple[int, ...], words: int) -> tuple[int, int, int]:
+def _series_shape(shape: tuple[int, ...], num_words: int) -> tuple[int, int, int]:
     """Fold a shape into (environments, steps, words per step); a complex number is two words."""
-    environments, steps = shape[:2] if len(shape) > 1 else (1, math.prod(shape))
-    return environments, steps, words // (environments * steps)
+    if len(shape) > 1:
+        environments, steps = shape[:2]
+    else:
+        environments = 1
+        steps = math.prod(shape)
+    return environments, steps, num_words // (environments * steps)
 
 
-def _tiles(shape: tuple[int, ...], words: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a series into contiguous tiles of at most `words` words, or of one step where a step is larger."""
+def _tiles(shape: tuple[int, ...], max_words: int) -> Iterator[tuple[slice, slice]]:
+    """Split a series into contiguous tiles of at most `max_words` words, or of one step if a step is larger."""
     environments, steps, width = shape
-    group = words // (steps * width)
-    if group >= 1:
-        for start in range(0, environments, group):
-            yield slice(start, start + group), slice(0, steps)
+    whole_environments = max_words // (steps * width)
+    if whole_environments >= 1:
+        for start in range(0, environments, whole_environments):
+            yield slice(start, start + whole_environments), slice(0, steps)
         return
-    stretch = max(1, words // width)
+    steps_per_tile = max(1, max_words // width)
     for environment in range(environments):
-        for start in range(0, steps, stretch):
-            yield slice(environment, environment + 1), slice(start, start + stretch)
+        for start in range(0, steps, steps_per_tile):
+            yield slice(environment, environment + 1), slice(start, start + steps_per_tile)
 
 
 def _best_mode(series: Words, floating: bool, level: int) -> int:
+    """Return the mode that compresses a tile from the middle best."""
     tiles = list(_tiles(series.shape, _SAMPLE_BYTES // series.dtype.itemsize))
     sample = series[tiles[len(tiles) // 2]]
     if sample.shape[1] == 1:
         return _PLAIN
-    sizes = {
-        mode: sum(map(len, _pack_tile(sample, mode, floating, level))) for mode in (_XOR, _ORDERED, _LINEAR, _PLAIN)
-    }
+    sizes = {}
+    for mode in (_XOR, _ORDERED, _LINEAR, _PLAIN):
+        sizes[mode] = sum(map(len, _pack_tile(sample, mode, floating, level)))
     return min(sizes, key=sizes.__getitem__)
 
 
 def _pack_tile(tile: Words, mode: int, floating: bool, level: int) -> list[bytes]:
-    """Pack a contiguous tile: its first step, then all later ones with time innermost, together if they are alike."""
+    """Encode a contiguous tile: its first step, then the later ones with time innermost."""
     moved, first, later = _memory_for(tile)
     first[:] = tile[:, 0]
     if mode == _PLAIN:
+        # First and later steps are alike, so they are encoded as one array.
         later[:] = tile[:, 1:].transpose(0, 2, 1)
         return pack_words(moved, rotate=floating, squeeze=floating, level=level)
     pieces = pack_words(moved[: first.size], rotate=floating, squeeze=floating, level=level)
     if later.size:
-        apart = scratch("mine", later.size, tile.dtype).reshape(tile[:, 1:].shape)
-        _differences(tile, mode, floating, apart)
-        later[:] = apart.transpose(0, 2, 1)
+        steps = scratch("mine", later.size, tile.dtype).reshape(tile[:, 1:].shape)
+        _subtract_neighbours(tile, mode, floating, steps)
+        later[:] = steps.transpose(0, 2, 1)
         pieces += pack_words(moved[first.size :], rotate=False, squeeze=mode >= _ORDERED, level=level)
     return pieces
 
 
 def _memory_for(tile: Words) -> tuple[Words, Words, Words]:
-    """Return memory for the words of a tile, and views of it: the first step, and the later ones, time innermost."""
+    """Return memory for the words of a tile, and two views of it: the first step; the later ones, time innermost."""
     environments, steps, width = tile.shape
     moved = scratch("moved", tile.size, tile.dtype)
     count = environments * width
-    return moved, moved[:count].reshape(environments, width), moved[count:].reshape(environments, width, steps - 1)
+    first = moved[:count].reshape(environments, width)
+    later = moved[count:].reshape(environments, width, steps - 1)
+    return moved, first, later
 
 
-def _differences(tile: Words, mode: int, floating: bool, out: Words) -> None:
+def _subtract_neighbours(tile: Words, mode: int, floating: bool, out: Words) -> None:
+    """Fill `out` with the difference of every step but the first to the one before it."""
     if mode == _XOR:
         np.bitwise_xor(tile[:, 1:], tile[:, :-1], out=out)
         return
@@ -163,36 +302,50 @@ def _differences(tile: Words, mode: int, floating: bool, out: Words) -> None:
     np.subtract(tile[:, 1:], tile[:, :-1], out=out)
     if mode == _LINEAR:
         np.subtract(out[:, 1:], out[:, :-1], out=out[:, 1:])
-    zigzag(out.reshape(-1), out.reshape(-1))
+    flat = out.reshape(-1)
+    zigzag(flat, flat)
 
 
 def _unpack_tile(payload: memoryview, tile: Words, mode: int, floating: bool) -> int:
+    """Fill a tile from the front of `payload`; returns the number of bytes used."""
     moved, first, later = _memory_for(tile)
     if mode == _PLAIN | _WHOLE:
         used = unpack_words(payload, moved)
     else:
         used = unpack_words(payload, moved[: first.size])
         used += unpack_words(payload[used:], moved[first.size :])
-    differences = mode in (_XOR, _ORDERED, _LINEAR) and later.size > 0
-    ordered_floats = differences and mode != _XOR and floating
-    combine = np.bitwise_xor if mode == _XOR else np.add
-    is_wide = tile.shape[2] >= _WIDE_STEP
-    if differences:
-        if mode != _XOR:
-            unzigzag(moved[first.size :], moved[first.size :])
-        if mode == _LINEAR:
-            np.add.accumulate(later, axis=2, dtype=later.dtype, out=later)
-        if ordered_floats:
-            flip_negative(moved[: first.size], moved[: first.size])
-        if not is_wide:
-            combine(later[:, :, 0], first, out=later[:, :, 0])
-            combine.accumulate(later, axis=2, dtype=later.dtype, out=later)
-    tile[:, 0] = first
-    tile[:, 1:] = later.transpose(0, 2, 1)
-    if differences and is_wide:  # step by step, which is faster where a step is wide enough to hide the loop
+    if mode in (_XOR, _ORDERED, _LINEAR) and later.size:
+        _add_neighbours(tile, first, later, mode, floating)
+    else:
+        tile[:, 0] = first
+        tile[:, 1:] = later.transpose(0, 2, 1)
+    return used
+
+
+def _add_neighbours(tile: Words, first: Words, later: Words, mode: int, floating: bool) -> None:
+    """Undo `_subtract_neighbours`: fill a tile from its first step and the differences; overwrites both."""
+    ordered = mode != _XOR
+    combine: np.ufunc = np.bitwise_xor
+    if ordered:
+        combine = np.add
+        differences = later.reshape(-1)
+        unzigzag(differences, differences)
+    if ordered and floating:
+        start = first.reshape(-1)
+        flip_negative(start, start)
+    if mode == _LINEAR:
+        np.add.accumulate(later, axis=2, dtype=later.dtype, out=later)
+    if tile.shape[2] >= _WIDE_STEP:
+        # A step is wide enough to hide the cost of the loop, which is then faster than accumulating.
+        tile[:, 0] = first
+        tile[:, 1:] = later.transpose(0, 2, 1)
         for step in range(1, tile.shape[1]):
             combine(tile[:, step - 1], tile[:, step], out=tile[:, step])
-    if ordered_floats:
+    else:
+        combine(later[:, :, 0], first, out=later[:, :, 0])
+        combine.accumulate(later, axis=2, dtype=later.dtype, out=later)
+        tile[:, 0] = first
+        tile[:, 1:] = later.transpose(0, 2, 1)
+    if ordered and floating:
         flat = tile.reshape(-1)
         flip_negative(flat, flat)
-    return used

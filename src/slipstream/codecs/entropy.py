@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from slipstream.codecs.words import scratch
 from slipstream.errors import CodecError
+from slipstream.memory import scratch
 
 STORED, FRAME, CONSTANT, BITS, PARTS = 0, 1, 2, 3, 4
 
@@ -248,9 +247,3 @@ def _lowest(used: int) -> int:
 
 def _bits_of(used: int) -> list[int]:
     return [1 << number for number in range(8) if used >> number & 1]
-
-
-def as_bytes(payload: Any) -> memoryview:
-    """View any contiguous bytes-like object as a flat memoryview of unsigned bytes."""
-    view = memoryview(payload)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # a view with a zero in its shape cannot be cast

@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.codecs.base import Layout, WordCodec
+from slipstream.codecs.base import Layout, WordCodec, Words, rotate_left, rotate_right
 from slipstream.codecs.entropy import SAMPLE_BYTES, STORED, check_level, is_noise, pack_plane, unpack_plane
-from slipstream.codecs.words import Words, rotate_left, rotate_right, scratch
 from slipstream.errors import CodecError
+from slipstream.memory import scratch
 
 BLOCK_BYTES = 1 << 20
 
@@ -69,11 +69,11 @@ class Planes(PlaneCodec):
 
     name: ClassVar[str] = "planes"
 
-    def _encode(self, words: Words, layout: Layout, reference: Words | None) -> bytes:
+    def _encode(self, words: Words, layout: Layout) -> bytes:
         floating = self._is_floating(layout)
         return b"".join(pack_words(words, rotate=floating, squeeze=floating, level=self.level))
 
-    def _decode(self, payload: memoryview, out: Words, layout: Layout, reference: Words | None) -> None:
+    def _decode(self, payload: memoryview, out: Words, layout: Layout) -> None:
         expect_end(payload, unpack_words(payload, out))
 
 

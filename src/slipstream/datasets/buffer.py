@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from slipstream.datasets.cache import CacheSetting
 from slipstream.datasets.description import Fields
-from slipstream.datasets.memory import Recycler
 from slipstream.datasets.opening import find_files
 from slipstream.datasets.randomness import Randomness
 from slipstream.datasets.recordings import Recordings, load
 from slipstream.datasets.statistics import Statistics
 from slipstream.errors import ConfigurationError, DatasetError, MissingEntryError
+from slipstream.memory import Pool
 
 CAMERAS = ("left", "right", "global")
 
@@ -96,7 +96,7 @@ class MultimodalReplayBuffer:
         self.device = torch.device(device)
         self._threads = threads
         self._randomness = Randomness(seed)
-        self._memory = Recycler()
+        self._memory = Pool()
         self._parts: list[Recordings] = []
         self._first: NDArray[np.int64] = np.zeros(1, np.int64)  # number of the first transition of each part
         self._ends: list[NDArray[np.int64]] = []

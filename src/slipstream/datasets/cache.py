@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from slipstream import __version__
 from slipstream.datasets.handles import Files
 from slipstream.datasets.identity import Identity, fingerprint
-from slipstream.datasets.memory import scratch
 from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
+from slipstream.memory import scratch
 from slipstream.store.local import open_regular
 
 logger = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ class CacheSource:
         start, stride = self._place
         if self._verified[self._first + row]:
             return os.preadv(descriptor, [target.data], start + row * stride) == target.nbytes
-        tail = scratch("tail", (stride - target.nbytes,))
+        tail = scratch("tail", stride - target.nbytes, np.dtype(np.uint8))
         if os.preadv(descriptor, [target.data, tail.data], start + row * stride) != stride:
             return False
         return self._check(row, target, int.from_bytes(tail[-8:].tobytes(), "little"))

@@ -25,14 +25,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.codecs import default_threads, parallel_map
 from slipstream.datasets.filters import decode_chunk
 from slipstream.datasets.handles import Files
-from slipstream.datasets.memory import scratch
 from slipstream.datasets.opening import dataset
 from slipstream.datasets.storage import REPACK, ChunkTable, FrameKind
 from slipstream.errors import CodecError, CorruptFileError, SlipstreamError
+from slipstream.memory import scratch, scratch_scope
 from slipstream.text import install_hint
+from slipstream.threads import default_threads, parallel_map
 
 try:
     import cv2
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_FRAMES, _MOST_FRAMES = 4, 256  # in a part of a batch, which one thread reads
 _ROW_BITS = 40
+_BYTES = np.dtype(np.uint8)
 
 Frame = NDArray[np.uint8]
 
@@ -137,8 +138,9 @@ class FrameReader:
                 yield source, some.tolist(), [out[place] for place in wanted.tolist()]
 
     def _read_block(self, block: list[tuple[Source, list[int], list[Frame]]]) -> None:
-        for source, rows, targets in block:
-            source.read(self.files, rows, targets)
+        with scratch_scope():
+            for source, rows, targets in block:
+                source.read(self.files, rows, targets)
 
 
 def _blocks(groups: Sequence[Any], part: int) -> Iterator[list[Any]]:
@@ -189,7 +191,7 @@ class DatasetSource:
     def _read_contiguous(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
         """Read frames by their position; straight into the batch if they are stored as they are wanted."""
         kind, size, offset = self.kind, self.kind.row_bytes, self.offset
-        raw = scratch("row", kind.row_shape)
+        raw = scratch("row", kind.row_bytes, _BYTES).reshape(kind.row_shape)
         as_wanted = kind.encoding == "raw" and kind.channels_first and targets[0].shape == kind.row_shape
         put = (
             placing(raw.shape, targets[0].shape, channels_first=kind.channels_first) if kind.encoding == "raw" else None
@@ -352,7 +354,8 @@ def placing(
 
     if same:
         return split
-    middle = scratch("resized", (target[1], target[2], channels), skew=1024)
+    middle_shape = (target[1], target[2], channels)
+    middle = scratch("resized", math.prod(middle_shape), _BYTES, skew=1024).reshape(middle_shape)
 
     def resize_and_split(image: Frame, out: Frame) -> None:
         resize(image, middle)

@@ -8,6 +8,7 @@ goes on checks the frames after the mark and drops what is not sound. The file g
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from slipstream.codecs import parallel_map
 from slipstream.datasets.cache import (
     CHECKSUM,
     END_MAGIC,
@@ -36,11 +36,12 @@ from slipstream.datasets.cache import (
 from slipstream.datasets.description import Description, Fields
 from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
 from slipstream.datasets.handles import Files
-from slipstream.datasets.memory import aligned
 from slipstream.datasets.schema import describe
 from slipstream.errors import ConfigurationError, DatasetError, MissingEntryError, SlipstreamError
+from slipstream.memory import aligned
 from slipstream.store.local import make_folder, sync_folder, write_error
 from slipstream.store.lock import LockableFile, is_still_at, open_private, try_lock
+from slipstream.threads import parallel_map
 
 _BATCH_BYTES = 32 << 20
 _MARK_BYTES = 256 << 20
@@ -313,7 +314,8 @@ def _batches(
     first = 0
     for number, data in enumerate(header.datasets):
         step = max(1, _BATCH_BYTES // header.frame_bytes(data))
-        memory = aligned((min(step, data.num_rows), data.channels, header.image_size, header.image_size))
+        shape = (min(step, data.num_rows), data.channels, header.image_size, header.image_size)
+        memory = aligned(math.prod(shape)).reshape(shape)
         for row in range(max(0, done - first), data.num_rows, step):
             rows = np.arange(row, min(row + step, data.num_rows))
             out = memory[: len(rows)]

@@ -23,7 +23,7 @@ from slipstream.datasets.handles import MAX_OPEN, Files
 from slipstream.datasets.opening import dataset, opened, read_rows
 from slipstream.datasets.schema import describe
 from slipstream.errors import DatasetError, MissingEntryError, NonFiniteError
-from slipstream.store.container import machine_bytes
+from slipstream.memory import machine_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from slipstream.datasets.layouts import Layout, find_layout, find_roles
 from slipstream.datasets.opening import check_numbers, dataset, member, opened
 from slipstream.datasets.storage import REPACK, FrameKind, frame_kind
 from slipstream.errors import DatasetError, NonFiniteError
-from slipstream.store.container import machine_bytes
+from slipstream.memory import machine_bytes
 
 _BLOCK_ROWS = 1 << 16
 

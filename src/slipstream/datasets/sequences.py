@@ -17,11 +17,11 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from slipstream.datasets.buffer import reading_threads
 from slipstream.datasets.cache import CacheSetting
 from slipstream.datasets.description import Fields
-from slipstream.datasets.memory import Recycler
 from slipstream.datasets.opening import find_files
 from slipstream.datasets.recordings import load
 from slipstream.datasets.statistics import Statistics
 from slipstream.errors import ConfigurationError, DatasetError
+from slipstream.memory import Pool
 
 Window = dict[str, Any]
 """``images`` (by camera), ``joint``, ``action``, ``reward``, ``terminal``, ``mask``, ``episode``, ``step``."""
@@ -93,7 +93,7 @@ class SequenceDataset(Dataset[Window]):
             fields = replace(fields or Fields(), cameras=dict(cameras))
         self.horizon, self.image_steps, self.image_size = horizon, image_steps, image_size
         self._threads = threads
-        self._memory = Recycler()
+        self._memory = Pool()
         self._data = load(
             find_files(path), fields, cameras=None if cameras is None else list(cameras), num_episodes=num_episodes,
             image_size=image_size, cache=cache,

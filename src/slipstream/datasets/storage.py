@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from slipstream.datasets.filters import Filter, can_decode
 from slipstream.errors import CorruptFileError, DatasetError
-from slipstream.store.container import machine_bytes
+from slipstream.memory import machine_bytes
 from slipstream.text import install_hint
 
 Reading = Literal["contiguous", "chunks", "locked"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.codecs.words import word_dtype
+from slipstream.codecs.base import word_dtype
 from slipstream.errors import CorruptFileError, ReplayError
 from slipstream.replay.images import line_bytes_of
 from slipstream.replay.jpeg import channel_axis, check_quality

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.codecs import default_threads, parallel_map
 from slipstream.errors import OutOfRangeError, ReplayError
 from slipstream.replay.packing import ImageRows, PackedColumn, RowPacker, Rows, VectorRows, Where
 from slipstream.replay.prefix_sum import PrefixSum
 from slipstream.replay.stacks import frames_of_stack
+from slipstream.threads import default_threads, parallel_map
 
 Frames = NDArray[np.int64]
 _PARALLEL_BYTES = 8 << 20

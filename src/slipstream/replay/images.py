@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.codecs import Planes
-from slipstream.codecs.parallel import parallel_map
 from slipstream.errors import CodecError, ReplayError, SlipstreamError
 from slipstream.replay.jpeg import check_quality, decode_jpeg, encode_jpeg
 from slipstream.replay.packing import ImageRows, Where
+from slipstream.threads import parallel_map
 
 _MAGIC = b"SLIM\x01"
 _HEADER = struct.Struct("<5sBBB")
@@ -93,7 +93,7 @@ def decompress_image(data: bytes | bytearray | memoryview) -> NDArray[Any]:
             packer = ImageRows(array.size, line_bytes_of(array.shape))
             packer.gather([bytes(body)], Where(first, first), [array.reshape(1, -1)])
         else:
-            Planes().decode(body, array.dtype, array.shape, out=array)
+            Planes().decode(body, array)
     except CodecError:
         raise
     except SlipstreamError as error:

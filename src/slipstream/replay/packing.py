@@ -24,10 +24,9 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from slipstream.codecs import default_threads, parallel_map
 from slipstream.codecs.entropy import compress_zstd, decompress_into, decompress_zstd, decompressor
-from slipstream.codecs.words import own_scratch, scratch
 from slipstream.errors import CodecError
+from slipstream.memory import scratch, scratch_scope
 from slipstream.replay.stacks import (
     STACK_ROWS,
     Pieces,
@@ -37,6 +36,7 @@ from slipstream.replay.stacks import (
     join_stacks,
     split_stacks,
 )
+from slipstream.threads import default_threads, parallel_map
 
 Rows = NDArray[np.uint8]
 """``[rows, bytes of a row]``."""
@@ -234,8 +234,8 @@ class ImageRows:
                 self._decode([pieces.images[number] for number in part.tolist()], out)
             return
         size = self.row_bytes // count
-        with own_scratch():  # new pages would take a fifth of a batch's time
-            memory = scratch("images", len(pieces.images) * size, np.dtype(np.uint8), limit=_SCRATCH_BYTES)
+        with scratch_scope():  # new pages would take a fifth of a batch's time
+            memory = scratch("images", len(pieces.images) * size, np.dtype(np.uint8), limit_bytes=_SCRATCH_BYTES)
             distinct = memory.reshape(-1, size)
             self._decode(pieces.images, distinct)
             for part, out in zip(parts, outs, strict=True):

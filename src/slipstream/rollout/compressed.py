@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.codecs import Codec, parallel_map
+from slipstream.codecs import Codec
 from slipstream.errors import RolloutError
 from slipstream.rollout.batch import assemble, split_batch, tensor_of
 from slipstream.rollout.files import codec_for, zstd_level
 from slipstream.rollout.layout import Field, Key, Layout, carrier_of
 from slipstream.store.container import check_payload
+from slipstream.threads import parallel_map
 from slipstream.trajectory import exception_numbers, gather_next
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ class _Packed:
 
     def decode(self, number: int) -> NDArray[Any]:
         rows = min(self.group, self.shape[0] - number * self.group)
-        return self.codec.decode(self.payloads[number], self.dtype, (rows, *self.shape[1:]))
+        array = np.empty((rows, *self.shape[1:]), self.dtype)
+        self.codec.decode(self.payloads[number], array)
+        return array
 
 
 class _Cache:

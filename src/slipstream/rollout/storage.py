@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from slipstream.codecs import Codec, background_threads
+from slipstream.codecs import Codec
 from slipstream.rollout.batch import BatchFile, split_batch
 from slipstream.rollout.files import SUFFIX, write_rollout, zstd_level
 from slipstream.rollout.layout import Key, Rollout
 from slipstream.store.local import make_folder
 from slipstream.store.worker import Handle, Policy, Worker
+from slipstream.threads import background_threads
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

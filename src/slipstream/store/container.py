@@ -25,12 +25,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from slipstream import __version__
-from slipstream.codecs import Auto, Codec, Raw, parallel_map, part_shape
-from slipstream.codecs.base import check_out, check_reference
-from slipstream.codecs.words import own_scratch, scratch, word_dtype
+from slipstream.codecs import Codec, Raw, choose_codec
+from slipstream.codecs.base import part_shape, word_dtype
 from slipstream.errors import CodecError, CorruptFileError, FormatVersionError, MissingEntryError, naming
+from slipstream.memory import machine_bytes, scratch, scratch_scope
 from slipstream.store.index import MAX_AXES, MAX_CHUNK_BYTES, MAX_INDEX_BYTES, Chunk, Entry, Grid, Index
 from slipstream.store.local import atomic_write
+from slipstream.threads import parallel_map
 
 MAGIC = b"\x89SLIP\r\n\x1a"
 END_MAGIC = b"\x1a\n\rPILS\x89"
@@ -97,8 +98,8 @@ class ContainerWriter:
         if array.ndim > MAX_AXES:
             raise ValueError(f"entry {name!r} has {array.ndim} axes, at most {MAX_AXES} can be stored")
         other_part = _parts_of(reference, array.dtype, array.shape)
-        if codec is None or isinstance(codec, Auto):
-            codec = (codec or Auto()).choose(array, None if callable(reference) else reference)
+        if codec is None:
+            codec = choose_codec(array, None if callable(reference) else reference)
         array = np.ascontiguousarray(array).reshape(array.shape)
         grid = Grid(array.shape, part_shape(array.shape, array.dtype.itemsize, self._chunk_bytes))
         flat = array.reshape(-1)
@@ -106,10 +107,11 @@ class ContainerWriter:
         def encode(number: int) -> tuple[bytes, int]:
             start, shape = grid.part(number)
             stop = start + math.prod(shape)
-            part, other = flat[start:stop].reshape(shape), other_part(start, stop, shape)
-            payload = codec.encode(part, other)
+            part = flat[start:stop].reshape(shape)
+            part_codec = bind(codec, other_part(start, stop, shape))
+            payload = part_codec.encode(part)
             if self._verify:
-                check_payload(name, codec, payload, part, other)
+                check_payload(name, part_codec, payload, part)
             return payload, xxhash.xxh3_64_intdigest(payload)
 
         chunks, position = [], self._position
@@ -158,12 +160,38 @@ class ContainerWriter:
         self.file_bytes = self._position + len(text) + len(footer)
 
 
-def check_payload(
-    name: str, codec: Codec, payload: bytes, array: NDArray[Any], reference: NDArray[Any] | None = None
-) -> None:
+def bind(codec: Codec, reference: NDArray[Any] | None) -> Codec:
+    """Return the codec with a reference, if it needs one and there is one."""
+    if reference is None or not codec.needs_reference:
+        return codec
+    return codec.against(reference)
+
+
+def check_payload(name: str, codec: Codec, payload: bytes, array: NDArray[Any]) -> None:
     """Decode what a codec made of an array, and raise `CodecError` unless every bit is as it was."""
-    if array.tobytes() != codec.decode(payload, array.dtype, array.shape, reference).tobytes():
+    decoded = np.empty(array.shape, array.dtype)
+    codec.decode(payload, decoded)
+    if array.tobytes() != decoded.tobytes():
         raise CodecError(f"entry {name!r} does not come back from codec {codec.name!r} as it was; nothing was written")
+
+
+def check_out(out: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Raise `CodecError` unless `out` is memory that an array of this dtype and shape can be decoded into."""
+    fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape
+    if not fits or not out.flags.c_contiguous or not out.flags.writeable:
+        raise CodecError(
+            f"out is {out.dtype}{list(out.shape)}, expected a contiguous, writable array {dtype}{list(shape)}"
+        )
+
+
+def check_reference(reference: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return `reference` as an array; raise `CodecError` unless it is of this dtype and shape."""
+    reference = np.asarray(reference)
+    if reference.dtype != dtype or reference.shape != shape:
+        raise CodecError(
+            f"reference is {reference.dtype}{list(reference.shape)}, the array is {dtype}{list(shape)}: they must match"
+        )
+    return reference
 
 
 def _parts_of(reference: Reference | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> _PartOf:
@@ -452,12 +480,16 @@ class Container:
             raise CodecError(
                 f"{self.path}: entry {entry.name!r} is a difference and needs a reference array to be read"
             )
-        with own_scratch():
+        if out is None:
+            out = np.empty(shape, entry.dtype)
+        codec = bind(entry.codec, reference)
+        with scratch_scope():
             payload = self._read_chunk(entry, number)
             try:
-                return entry.codec.decode(payload, entry.dtype, shape, reference, out)
+                codec.decode(payload, out)
             except CodecError as error:
                 raise self._damage(entry, number, str(error)) from error
+        return out
 
     def _read_chunk(self, entry: Entry, number: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Read one chunk and compare it with its checksum; the memory is this thread's until its next read."""
@@ -544,8 +576,3 @@ class Container:
 
 def _reopen(path: Path, max_entry_bytes: int | None) -> Container:
     return Container(path, max_entry_bytes=max_entry_bytes)
-
-
-def machine_bytes() -> int:
-    """Return the physical memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slipstream.codecs import usable_cores
 from slipstream.errors import ConfigurationError
+from slipstream.threads import usable_cores
 from slipstream.train.folder import RunFolder, find_run
 from slipstream.train.loggers import new_run_id
 from slipstream.train.settings import TrainSettings, compose_settings, override_settings, parse_overrides

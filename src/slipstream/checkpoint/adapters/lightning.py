@@ -17,7 +17,7 @@ from slipstream.checkpoint.adapters.base import Adapter
 from slipstream.checkpoint.load import find_format
 from slipstream.checkpoint.portable import read_portable
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
-from slipstream.store.container import machine_bytes
+from slipstream.memory import machine_bytes
 from slipstream.store.worker import Handle
 
 if TYPE_CHECKING:

@@ -37,12 +37,12 @@ def speed(name: str, codec: Codec, array: NDArray[Any], what: str) -> Finding:
     """Measure a codec on an array, in bytes of the array per second of one core."""
     payload = codec.encode(array)
     out = np.empty_like(array)
-    codec.decode(payload, array.dtype, array.shape, out=out)
+    codec.decode(payload, out)
     if out.tobytes() != array.tobytes():
         advice = "pip install --force-reinstall zstandard numpy, and do not trust files written here"
         return problem(name, "does not give back what it was given", advice)
     pack = array.nbytes / _best_s(lambda: codec.encode(array))
-    unpack = array.nbytes / _best_s(lambda: codec.decode(payload, array.dtype, array.shape, out=out))
+    unpack = array.nbytes / _best_s(lambda: codec.decode(payload, out))
     ratio = array.nbytes / len(payload)
     return ok(
         name,

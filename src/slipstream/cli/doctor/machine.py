@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from slipstream.cli.doctor.findings import Finding, note, ok
+from slipstream.threads import usable_cores
 
 _LITTLE_MEMORY = 2_000_000_000  # importing torch and a small training take half of it
 _LITTLE_SHARED = 1_000_000_000
@@ -33,7 +34,7 @@ def examine() -> Iterator[Finding]:
 
 def cores() -> Finding:
     """Say which processor it is, and how much of it this process may use."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cores()
     total, quota, model = os.cpu_count() or usable, cpu_quota(), _processor()
     values = {"usable": usable, "total": total, "quota": quota, "model": model}
     fact = f"{usable} of {total} usable, {model}"

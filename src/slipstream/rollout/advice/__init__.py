@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.codecs import default_threads
 from slipstream.errors import ConfigurationError
 from slipstream.rollout.advice.measure import KeyNumbers, Measured, Progress, measure
 from slipstream.rollout.advice.plans import (
@@ -27,6 +26,7 @@ from slipstream.rollout.advice.plans import (
 )
 from slipstream.rollout.advice.sources import find_batch
 from slipstream.rollout.advice.wording import columns, say_bytes, say_ratio, say_share, say_time
+from slipstream.threads import default_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.codecs import Codec, default_threads, parallel_map
+from slipstream.codecs import Codec
 from slipstream.errors import ConfigurationError
 from slipstream.rollout.batch import load_rollout, split_batch
 from slipstream.rollout.compressed import CompressedTensorDict
@@ -21,6 +22,7 @@ from slipstream.rollout.files import RolloutFile, codec_for, zstd_level
 from slipstream.rollout.layout import Field, Layout, Rollout
 from slipstream.rollout.storage import RolloutStorage
 from slipstream.store.container import DEFAULT_CHUNK_BYTES
+from slipstream.threads import default_threads, parallel_map
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -216,7 +218,7 @@ def _code(rollout: Rollout, name: str) -> _Coding:
 
 
 def _decode(codec: Codec, payload: bytes, part: NDArray[Any]) -> None:
-    codec.decode(payload, part.dtype, part.shape)
+    codec.decode(payload, np.empty(part.shape, part.dtype))
 
 
 def _on_this_thread(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
