@@ -26,7 +26,7 @@ _SUFFIX = ".tmp"
 _PUBLISH_LOCK = f"{_PREFIX}publish.lock"
 _PUBLISH_TIMEOUT_S = 60.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 _FILE_TYPES = {
     stat.S_IFDIR: "folder",
     stat.S_IFIFO: "FIFO",
@@ -136,6 +136,9 @@ def write_new(target: Path) -> Iterator[BinaryIO]:
         FileExistsError: If the name exists; the existing file is unchanged.
         WriteError: If the file cannot be written, `DiskFullError` among them.
     """
+    # Usually the name is taken before any work is done; if not, publishing decides.
+    if os.path.lexists(target):
+        raise _exists(target)
     with _write_then(_publish_new, target) as file:
         yield file
 
@@ -174,16 +177,30 @@ def _replace(temporary: Path, target: Path) -> None:
 
 
 def _publish_new(temporary: Path, target: Path) -> None:
-    """Give a complete file its name, which must not exist yet; other than a rename, a link never replaces a file."""
+    """Give a complete file its name, which must not exist yet."""
+    if not link_new(temporary, target):
+        _rename_new(temporary, target)
+
+
+def link_new(source: Path, target: Path) -> bool:
+    """Give a file a second name that must not exist yet. Unlike a rename, a link never replaces a file.
+
+    Returns:
+        Whether it was linked; not if the file system has no hard links, or if the names are on different ones.
+
+    Raises:
+        FileExistsError: If `target` exists.
+        WriteError: If it cannot be linked for another reason.
+    """
     try:
-        os.link(temporary, target)
+        os.link(source, target)
+    except FileExistsError:
+        raise _exists(target) from None
     except OSError as error:
         if error.errno in _NO_LINKS:
-            _rename_new(temporary, target)
-        elif isinstance(error, FileExistsError):
-            raise _exists(target) from None
-        else:
-            raise write_error(target, error) from error
+            return False
+        raise write_error(target, error) from error
+    return True
 
 
 def _rename_new(temporary: Path, target: Path) -> None:
