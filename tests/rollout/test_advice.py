@@ -20,7 +20,6 @@ from slipstream import (
 from slipstream.rollout.advice import conclude, sources
 from slipstream.rollout.advice.measure import KeyNumbers, Measured
 from slipstream.rollout.advice.plans import Settings, cost_c_s, decide, interval_for_b, network, plans
-from slipstream.rollout.advice.wording import columns, say_bandwidth, say_bytes, say_ratio, say_share, say_time
 
 MB, GB = 10**6, 10**9
 
@@ -443,19 +442,3 @@ def test_a_batch_too_small_for_its_minibatches_is_refused():
         advise(walk(2, 4))
     with pytest.raises(RolloutError, match="no batch size"):
         advise(TensorDict({"a": torch.zeros(3)}, batch_size=[]))
-
-
-def test_numbers_are_said_as_a_person_reads_them():
-    assert [say_bytes(n) for n in (0, 999, 1000, 57_300_000, 999_600, 10**13)] == [
-        "0 bytes",
-        "999 bytes",
-        "1.0 kB",
-        "57.3 MB",
-        "1.0 MB",
-        "10.0 TB",
-    ]
-    assert [say_time(s) for s in (0.00123, 0.25, 2.5, 300)] == ["1.2 ms", "250 ms", "2.5 s", "5 min"]
-    assert [say_share(s) for s in (0, 1e-6, 0.005, 0.05, 0.5)] == ["0.00 %", "under 0.01 %", "0.50 %", "5.0 %", "50 %"]
-    assert [say_bandwidth(b) for b in (125e6, 12.5e6)] == ["1.0 Gbit/s", "100 Mbit/s"]
-    assert [say_ratio(10, 4), say_ratio(1000, 1), say_ratio(1, 0)] == ["2.50x", "1000x", "-"]
-    assert columns(("a", "b"), [("long", "1"), ("x", "22")]) == ["a      b", "long   1", "x     22"]

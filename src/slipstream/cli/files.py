@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.filesize import decimal
 from rich.progress import track
 from rich.table import Table
 
 from slipstream.cli.output import console, plain, print_json, print_lines, print_table
 from slipstream.store.container import Container
 from slipstream.store.index import Entry
+from slipstream.text import format_bytes, format_ratio, plural
 
 
 def inspect(file: Path, *, as_json: bool) -> None:
@@ -43,14 +43,15 @@ def inspect(file: Path, *, as_json: bool) -> None:
                 entry.dtype.name,
                 "x".join(map(str, entry.shape)),
                 entry.codec.name,
-                decimal(entry.nbytes),
-                decimal(entry.stored_bytes),
-                ratio(entry.nbytes, entry.stored_bytes),
+                format_bytes(entry.nbytes),
+                format_bytes(entry.stored_bytes),
+                format_ratio(entry.nbytes, entry.stored_bytes),
             )
         print_table(table)
         print_lines(
-            f"{len(entries)} arrays, {decimal(raw)} packed into {decimal(stored)} ({ratio(raw, stored)}); "
-            f"{len(container.values)} values; written by {container.written_by}"
+            f"{plural(len(entries), 'array')}, {format_bytes(raw)} packed into {format_bytes(stored)} "
+            f"({format_ratio(raw, stored)}); {plural(len(container.values), 'value')}; "
+            f"written by {container.written_by}"
         )
 
 
@@ -74,11 +75,6 @@ def verify(file: Path, *, as_json: bool) -> bool:
         verdict = f"{len(damage)} of {chunks} chunks are damaged" if damage else f"all {chunks} chunks are sound"
         print_lines(*damage, f"{file}: {verdict}")
     return not damage
-
-
-def ratio(raw: int, stored: int) -> str:
-    """Say how many times smaller something got."""
-    return f"{raw / stored:.2f}x" if stored else "-"
 
 
 def _describe(entry: Entry) -> dict[str, Any]:

@@ -20,11 +20,6 @@ def plain(text: str) -> Text:
     return Text("".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text))
 
 
-def count(number: int, what: str) -> str:
-    """Return a number with the noun that it counts, in the plural if need be."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def print_lines(*lines: str) -> None:
     """Print lines of text."""
     for line in lines:

@@ -31,9 +31,10 @@ def report(
 
     What is damaged is left out and named, in the page and on stderr.
     """
-    from slipstream.cli.output import count, plain, print_json, print_lines
+    from slipstream.cli.output import plain, print_json, print_lines
     from slipstream.report.page import save_page
     from slipstream.report.run import read_run
+    from slipstream.text import plural
 
     found = read_run(run)
     for problem in found.problems:
@@ -43,9 +44,9 @@ def report(
         print_json(_document(found, path))
     else:
         parts = (
-            count(found.metrics.num_lines, "line") + " of metrics",
-            count(len(found.evaluations), "evaluation"),
-            "flights of " + count(len(found.flights), "scenario"),
+            plural(found.metrics.num_lines, "line") + " of metrics",
+            plural(len(found.evaluations), "evaluation"),
+            "flights of " + plural(len(found.flights), "scenario"),
         )
         print_lines(f"{path}: {', '.join(parts)}")
     if open_page and typer.launch(str(path.resolve())):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.text import install_hint
+from slipstream.text import format_bytes, install_hint
 
 try:
     from tensordict import TensorDict, is_tensor_collection
@@ -536,7 +536,7 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         self._len = length
 
     def __repr__(self) -> str:
-        held = f"{self.get_stats()['held_bytes'] / 1e6:.1f} MB"
+        held = format_bytes(self.get_stats()["held_bytes"])
         return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, len={len(self)}, holds={held})"
 
 

@@ -8,8 +8,8 @@ from slipstream.report.counters import Stalls, find_stalls, running_time_s, tota
 from slipstream.report.evaluations import Quantity, Scenario
 from slipstream.report.markup import Html, element, join
 from slipstream.report.run import Run
-from slipstream.report.wording import say_count, say_duration, say_interval, say_moment, say_rate
-from slipstream.rollout.advice.wording import say_bytes, say_ratio, say_time
+from slipstream.report.wording import say_interval, say_moment
+from slipstream.text import format_bytes, format_count, format_percent, format_ratio, format_seconds
 
 
 def headline(run: Run) -> Html:
@@ -44,10 +44,10 @@ def _hero(scenario: Scenario) -> Html | None:
     if success is None:
         return None
     interval = say_interval(success, percent=True)
-    flown = f" of {say_count(scenario.episodes)} flights" if scenario.episodes else " of flights"
+    flown = f" of {format_count(scenario.episodes)} flights" if scenario.episodes else " of flights"
     return element(
         "div",
-        element("p", say_rate(success.mean), class_="number"),
+        element("p", format_percent(success.mean), class_="number"),
         element("p", f"{flown.strip()} reached their goal: {scenario.title}", class_="what"),
         interval_bar(success),
         element("p", f"95 % interval: {interval}", class_="note") if interval else "",
@@ -86,15 +86,15 @@ def _progress_tiles(run: Run) -> list[tuple[str, str, str | None]]:
     frames, iterations = metrics.last("env_frames"), metrics.last("iteration")
     seconds = running_time_s(metrics)
     if frames is not None:
-        tiles.append(("Frames", say_count(frames), None))
+        tiles.append(("Frames", format_count(frames), None))
     if iterations is not None:
-        tiles.append(("Iterations", say_count(iterations), None))
+        tiles.append(("Iterations", format_count(iterations), None))
     if seconds is not None:
-        tiles.append(("Wall time", say_duration(seconds), "while a process ran"))
+        tiles.append(("Wall time", format_seconds(seconds), "while a process ran"))
     rates = metrics["rollout_fps"][metrics.current]
     rates = rates[np.isfinite(rates)]
     if len(rates):
-        tiles.append(("Frames per second", say_count(float(np.median(rates))), "median of iterations"))
+        tiles.append(("Frames per second", format_count(float(np.median(rates))), "median of iterations"))
     return tiles
 
 
@@ -102,18 +102,18 @@ def _storage_tiles(run: Run) -> list[tuple[str, str, str | None]]:
     tiles: list[tuple[str, str, str | None]] = []
     stalls = find_stalls(run.metrics)
     if stalls is not None:
-        tiles.append(("Checkpoint stall", say_stall(stalls), f"per save, {say_count(stalls.num_saves)} saves"))
+        tiles.append(("Checkpoint stall", say_stall(stalls), f"per save, {format_count(stalls.num_saves)} saves"))
     for name, raw_key, stored_key in (
         ("Checkpoints", "ckpt/total_saved_bytes", "ckpt/total_compressed_bytes"),
         ("Rollouts", "rollouts/raw_bytes", "rollouts/stored_bytes"),
     ):
         raw, stored = total(run.metrics, raw_key), total(run.metrics, stored_key)
         if raw and stored:
-            note = f"{say_bytes(raw)} in {say_bytes(stored)}"
-            tiles.append((f"{name} packed", say_ratio(raw, stored), note))
+            note = f"{format_bytes(raw)} in {format_bytes(stored)}"
+            tiles.append((f"{name} packed", format_ratio(raw, stored), note))
     return tiles
 
 
 def say_stall(stalls: Stalls) -> str:
     """Return how long a save holds training up, on average."""
-    return say_time(stalls.per_save_ms / 1000)
+    return format_seconds(stalls.per_save_ms / 1000)

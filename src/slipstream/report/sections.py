@@ -11,8 +11,8 @@ from slipstream.report.headline import interval_bar, say_stall
 from slipstream.report.markup import Html, element, join, section, table
 from slipstream.report.metrics import MAX_POINTS, Metrics
 from slipstream.report.run import Files, Run
-from slipstream.report.wording import say_count, say_interval, say_rate
-from slipstream.rollout.advice.wording import say_bytes, say_ratio, say_share, say_time
+from slipstream.report.wording import say_interval
+from slipstream.text import format_bytes, format_count, format_percent, format_ratio, format_seconds
 
 NOTHING = "\N{EN DASH}"
 MAX_LISTED = 30
@@ -41,7 +41,7 @@ def learning(run: Run) -> tuple[Html, list[Chart]] | None:
         return None
     thinned = run.metrics.num_lines > 2 * MAX_POINTS
     note = (
-        f"The run has {say_count(run.metrics.num_lines)} lines of metrics. Curves of more than {2 * MAX_POINTS:,} "
+        f"The run has {format_count(run.metrics.num_lines)} lines of metrics. Curves of more than {2 * MAX_POINTS:,} "
         f"points, here and below, show the means of {MAX_POINTS:,} stretches or fewer; the band is from the least to "
         f"the greatest value in each."
     )
@@ -83,9 +83,9 @@ def evaluations(run: Run) -> Html | None:
 def _about(evaluation: Evaluation) -> str:
     words = [f"Evaluation {evaluation.name}"]
     if evaluation.iteration is not None:
-        words.append(f"of iteration {say_count(evaluation.iteration)}")
+        words.append(f"of iteration {format_count(evaluation.iteration)}")
     if evaluation.env_frames is not None:
-        words.append(f"after {say_count(evaluation.env_frames)} frames")
+        words.append(f"after {format_count(evaluation.env_frames)} frames")
     if evaluation.action is not None:
         words.append(f"with the action {evaluation.action!r}")
     return f"{' '.join(words)}. Means with their 95 % intervals."
@@ -108,14 +108,14 @@ def _evaluation_table(evaluation: Evaluation) -> Html:
 def _described(scenario: Scenario) -> Html:
     facts = scenario.facts
     names = (("num_static_obstacles", "static"), ("num_dynamic_obstacles", "moving"))
-    words = [f"{say_count(facts[key])} {name}" for key, name in names if facts.get(key)]
+    words = [f"{format_count(facts[key])} {name}" for key, name in names if facts.get(key)]
     if "map_seed" in facts:
         words.append(f"map {facts['map_seed']:.0f}")
     return join([scenario.title, element("small", ", ".join(words))])
 
 
 def _count(number: float | None) -> str:
-    return NOTHING if number is None else say_count(number)
+    return NOTHING if number is None else format_count(number)
 
 
 def _rate(scenario: Scenario, key: str) -> Html | str:
@@ -123,7 +123,7 @@ def _rate(scenario: Scenario, key: str) -> Html | str:
     if quantity is None:
         return NOTHING
     bar = interval_bar(quantity) if key == "success" else ""
-    return join([say_rate(quantity.mean), element("small", say_interval(quantity, percent=True) or ""), bar])
+    return join([format_percent(quantity.mean), element("small", say_interval(quantity, percent=True) or ""), bar])
 
 
 def _amount(quantity: Quantity | None, unit: str) -> Html | str:
@@ -160,11 +160,11 @@ def _time_table(metrics: Metrics) -> Html:
 
 
 def _timing(mean: float, std: float | None) -> tuple[str, str]:
-    return say_time(mean), NOTHING if std is None else say_time(std)
+    return format_seconds(mean), NOTHING if std is None else format_seconds(std)
 
 
 def _share(part: float, whole: float | None) -> str:
-    return say_share(part / whole) if whole else NOTHING
+    return format_percent(part / whole) if whole else NOTHING
 
 
 def storage(run: Run) -> tuple[Html, list[Chart]] | None:
@@ -188,14 +188,15 @@ def storage(run: Run) -> tuple[Html, list[Chart]] | None:
 def _about_stalls(stalls: Stalls, metrics: Metrics) -> str:
     words = (
         f"A checkpoint holds training up for {say_stall(stalls)} on average: "
-        f"{say_time(stalls.call_s / stalls.num_saves)} in the call of save, and "
-        f"{say_time(stalls.barrier_s / stalls.num_saves)} in which an optimizer waits for the rest of the snapshot."
+        f"{format_seconds(stalls.call_s / stalls.num_saves)} in the call of save, and "
+        f"{format_seconds(stalls.barrier_s / stalls.num_saves)} in which an optimizer waits for the rest of the "
+        "snapshot."
     )
     resumes = int(metrics.starts.sum()) - 1
     if resumes > 0:
         words += f" Counters begin again with each of the {resumes + 1} processes of this run; all are counted."
     failed = total(metrics, "ckpt/failed_count")
-    return words + (f" {say_count(failed)} saves failed." if failed else "")
+    return words + (f" {format_count(failed)} saves failed." if failed else "")
 
 
 def _packed(
@@ -204,10 +205,10 @@ def _packed(
     count, raw, stored = (total(metrics, key) for key in keys)
     if not count:
         return None
-    sizes = (NOTHING if size is None else say_bytes(size) for size in (raw, stored))
-    ratio = say_ratio(raw, stored) if raw is not None and stored is not None else NOTHING
-    each = (NOTHING if seconds is None else say_time(seconds / count) for seconds in times)
-    return (name, say_count(count), *sizes, ratio, *each)
+    sizes = (NOTHING if size is None else format_bytes(size) for size in (raw, stored))
+    ratio = format_ratio(raw, stored) if raw is not None and stored is not None else NOTHING
+    each = (NOTHING if seconds is None else format_seconds(seconds / count) for seconds in times)
+    return (name, format_count(count), *sizes, ratio, *each)
 
 
 def _checkpoints(metrics: Metrics) -> tuple[str, ...] | None:
@@ -231,9 +232,9 @@ def _memory(metrics: Metrics) -> tuple[str, ...] | None:
 def _files(part: str, files: Files) -> Html:
     sizes = files.sizes
     newest = list(sizes.items())[-MAX_LISTED:]
-    rows = [(name, say_bytes(size)) for name, size in newest]
+    rows = [(name, format_bytes(size)) for name, size in newest]
     left = f"; the last {MAX_LISTED} by name" if len(sizes) > MAX_LISTED else ""
-    summary = f"{part}: {say_count(len(sizes))} files, {say_bytes(files.disk_bytes)} on disk{left}"
+    summary = f"{part}: {format_count(len(sizes))} files, {format_bytes(files.disk_bytes)} on disk{left}"
     return element("details", element("summary", summary), table(f"Files in {part}", ("File", "Size"), rows))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from slipstream.errors import ConfigurationError
+from slipstream.text import format_bytes
 from slipstream.threads import usable_cores
 from slipstream.train.folder import RunFolder, find_run
 from slipstream.train.loggers import new_run_id
@@ -133,7 +134,7 @@ def require_memory(settings: TrainSettings) -> None:
     if free is not None and needed > free:
         raise ConfigurationError(
             f"env.num_envs={settings.env.num_envs} times algo.training_frame_num={settings.algo.training_frame_num} "
-            f"steps need about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free"
+            f"steps need about {format_bytes(needed)}, and {format_bytes(free)} of memory are free"
         )
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.cli.ckpt.leaves import kind_of, leaves
-from slipstream.cli.output import count
 from slipstream.tensors import check_storable, copy_memory, settled
+from slipstream.text import plural
 
 _ABSENT = object()
 
@@ -54,7 +54,7 @@ class Changes:
     def summary(self) -> str:
         """Count what is equal and what differs."""
         if self.equal:
-            return f"equal, {count(len(self.same), 'tensor')}"
+            return f"equal, {plural(len(self.same), 'tensor')}"
         counts = {
             "equal": len(self.same),
             "differ": len(self.differ),
@@ -62,7 +62,7 @@ class Changes:
             "only in B": len(self.only_in_b),
         }
         tensors = ", ".join(f"{number} {what}" for what, number in counts.items())
-        return f"of the tensors {tensors}; and {count(len(self.values), 'difference')} in other values"
+        return f"of the tensors {tensors}; and {plural(len(self.values), 'difference')} in other values"
 
 
 def _difference_line(change: Mapping[str, Any]) -> str:

@@ -41,9 +41,8 @@ def convert(
 
 def _convert(source: Path, target: Path, kind: Format, *, force: bool, tensors_only: bool) -> str:
     """Write `target` and return a sentence about it; on any error there is none, or the old one."""
-    from rich.filesize import decimal
-
     from slipstream.store.local import make_folder, sync_folder
+    from slipstream.text import format_bytes
 
     target = Path(os.path.realpath(target))
     if target.is_dir():
@@ -65,7 +64,9 @@ def _convert(source: Path, target: Path, kind: Format, *, force: bool, tensors_o
     lost = _left_out(state, content) + (["its metadata"] if metadata and kind is not Format.NATIVE else [])
     without = f"; without {' and '.join(lost)}, which this format cannot hold" if lost else ""
     trust = "; it holds NumPy values or the like, which load with weights_only=False only" if needs_trust else ""
-    return f"{target}: {kind.value} checkpoint, {decimal(target.stat().st_size)}, read back and equal{without}{trust}"
+    return (
+        f"{target}: {kind.value} checkpoint, {format_bytes(target.stat().st_size)}, read back and equal{without}{trust}"
+    )
 
 
 def _write(path: Path, content: Any, kind: Format, metadata: Any) -> Path:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.filesize import decimal
 from rich.table import Table
 
-from slipstream.cli.files import ratio
-from slipstream.cli.output import count, plain, print_lines, print_table
+from slipstream.cli.output import plain, print_lines, print_table
+from slipstream.text import format_bytes, format_ratio, plural
 
 
 @dataclass
@@ -79,7 +78,7 @@ class Listing:
     def show(self) -> None:
         """Print it as text and a table."""
         author = f", written by {self.written_by}" if self.written_by else ""
-        print_lines(f"{self.file}: {self.format} checkpoint, {decimal(self.file_bytes)}{author}", *self._context())
+        print_lines(f"{self.file}: {self.format} checkpoint, {format_bytes(self.file_bytes)}{author}", *self._context())
         table = Table(box=SIMPLE_HEAD)
         for column in ("name", "dtype", "shape", "codec"):
             table.add_column(column, no_wrap=True)
@@ -92,13 +91,13 @@ class Listing:
                 plain(row.dtype),
                 "x".join(map(str, row.shape)),
                 row.codec,
-                decimal(row.nbytes),
-                "-" if stored is None else decimal(stored),
-                "-" if stored is None else ratio(row.memory_bytes, stored),
+                format_bytes(row.nbytes),
+                "-" if stored is None else format_bytes(stored),
+                "-" if stored is None else format_ratio(row.memory_bytes, stored),
             )
         print_table(table)
-        packed = f"{decimal(self.raw_bytes)} in a file of {decimal(self.file_bytes)}"
-        print_lines(f"{count(len(self.rows), 'tensor')}, {packed} ({ratio(self.raw_bytes, self.file_bytes)})")
+        packed = f"{format_bytes(self.raw_bytes)} in a file of {format_bytes(self.file_bytes)}"
+        print_lines(f"{plural(len(self.rows), 'tensor')}, {packed} ({format_ratio(self.raw_bytes, self.file_bytes)})")
 
     def _context(self) -> Iterator[str]:
         if isinstance(self.metadata, dict):

@@ -16,6 +16,7 @@ from slipstream.cli.ckpt.formats import PATTERN
 from slipstream.cli.ckpt.options import JsonOption
 from slipstream.cli.ckpt.reading import one_line, reading
 from slipstream.errors import CorruptFileError, SlipstreamError
+from slipstream.text import plural
 
 
 def prune(
@@ -77,12 +78,11 @@ def _prune(
 
 
 def _in_words(folder: Path, before: int, deleted: list[int], *, dry_run: bool) -> str:
-    from slipstream.cli.output import count
 
     if not deleted:
-        return f"{folder}: nothing to delete, {count(before, 'checkpoint')}"
+        return f"{folder}: nothing to delete, {plural(before, 'checkpoint')}"
     verb = "would delete" if dry_run else "deleted"
-    return f"{folder}: {verb} {len(deleted)} of {count(before, 'checkpoint')}: {', '.join(map(str, deleted))}"
+    return f"{folder}: {verb} {len(deleted)} of {plural(before, 'checkpoint')}: {', '.join(map(str, deleted))}"
 
 
 def _check_prunable(folder: Path) -> None:

@@ -17,6 +17,7 @@ from slipstream.cli.ckpt.options import JsonOption
 from slipstream.cli.ckpt.reading import is_refusal, load, one_line, reading
 from slipstream.errors import CorruptFileError, FormatVersionError
 from slipstream.store.local import check_regular, open_regular
+from slipstream.text import plural
 
 if TYPE_CHECKING:
     from slipstream.checkpoint.native import NativeFile
@@ -66,13 +67,12 @@ class _Verdict:
         }
 
     def sentence(self) -> str:
-        from slipstream.cli.output import count
 
         if self.problems:
             return f"{self.file}: damaged"
         if not self.checked:
             return f"{self.file}: can be read, but has no checksums to compare it with"
-        parents = f", its {count(self.parents, 'parent')} included," if self.parents else ""
+        parents = f", its {plural(self.parents, 'parent')} included," if self.parents else ""
         return f"{self.file}: sound" + (f", all {self.chunks} chunks{parents} match" if self.chunks else "")
 
 

@@ -30,11 +30,10 @@ def ingest(
 
     Interrupted, it goes on where it was. A cache is used without being asked for as long as its file does not change.
     """
-    from rich.filesize import decimal
-
     from slipstream.cli.output import print_lines
     from slipstream.datasets.ingest import ingest as store
     from slipstream.datasets.opening import find_files
+    from slipstream.text import format_bytes
 
     fields = fields_of(camera, action=action, episodes=episodes)
     for file in find_files([str(path) for path in files]):
@@ -49,4 +48,6 @@ def ingest(
                 progress=progress,
             )
         what = f"{done.new_frames} of {done.num_frames} frames are new" if done.new_frames else "was fresh already"
-        print_lines(f"{done.path}: {what}; {decimal(done.stored_bytes)} for {decimal(done.raw_bytes)} of pixels")
+        print_lines(
+            f"{done.path}: {what}; {format_bytes(done.stored_bytes)} for {format_bytes(done.raw_bytes)} of pixels"
+        )

@@ -47,17 +47,17 @@ def inspect(
 
 def _show(found: Description) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.filesize import decimal
     from rich.table import Table
 
-    from slipstream.cli.output import count, plain, print_lines, print_table
+    from slipstream.cli.output import plain, print_lines, print_table
+    from slipstream.text import format_bytes, plural
 
     facts = found.to_json()
     shortest, longest = facts["shortest_episode"], facts["longest_episode"]
     lengths = f"of {shortest} steps" if shortest == longest else f"of {shortest} to {longest} steps"
     print_lines(
-        f"{found.path}: layout {found.layout}, {decimal(found.identity.size_bytes)}",
-        f"{count(found.num_episodes, 'episode')} {lengths}, {count(found.num_transitions, 'transition')}; "
+        f"{found.path}: layout {found.layout}, {format_bytes(found.identity.size_bytes)}",
+        f"{plural(found.num_episodes, 'episode')} {lengths}, {plural(found.num_transitions, 'transition')}; "
         f"joint_dim {found.joint_dim}, action_dim {found.action_dim}",
     )
     table = Table(box=SIMPLE_HEAD)

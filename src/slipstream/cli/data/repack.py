@@ -27,14 +27,14 @@ def repack(
 
     Files whose images HDF5 must read itself, or whose chunks hold parts of many, are read several times faster then.
     """
-    from rich.filesize import decimal
-
     from slipstream.cli.output import print_lines
     from slipstream.datasets.repack import repack as rewrite
+    from slipstream.text import format_bytes
 
     fields = fields_of(camera, action=action, episodes=episodes)
     with progress_bar("repacking") as progress:
         done = rewrite(source, target, compression=compression, fields=fields, overwrite=overwrite, progress=progress)
     print_lines(
-        f"{done.path}: {done.num_frames} frames, {decimal(done.stored_bytes)}; {source} is {decimal(done.source_bytes)}"
+        f"{done.path}: {done.num_frames} frames, {format_bytes(done.stored_bytes)}; "
+        f"{source} is {format_bytes(done.source_bytes)}"
     )

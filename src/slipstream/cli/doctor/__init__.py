@@ -79,9 +79,10 @@ def _show(finding: Finding) -> None:
 
 
 def _conclude(counts: Counter[str]) -> None:
-    from slipstream.cli.output import count, print_lines
+    from slipstream.cli.output import print_lines
+    from slipstream.text import plural
 
-    found = [count(counts[status], status) for status in ("problem", "note") if counts[status]]
+    found = [plural(counts[status], status) for status in ("problem", "note") if counts[status]]
     if counts["problem"]:
         print_lines("", f"{' and '.join(found)}: Slipstream does not work here until the problems are solved")
     else:

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.filesize import decimal
-
 from slipstream.cli.doctor.findings import Finding, note, ok, problem
+from slipstream.text import format_bytes
 
 _PROGRAM = '#include <Python.h>\n#include <omp.h>\nextern "C" int threads() { return omp_get_max_threads(); }\n'
 _COMPILE_TIMEOUT_S = 60
@@ -71,7 +70,10 @@ def cuda(torch: Any) -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         devices.append({"name": torch.cuda.get_device_name(index), "free_bytes": free, "total_bytes": total})
-    named = (f"{one['name']}, {decimal(one['free_bytes'])} free of {decimal(one['total_bytes'])}" for one in devices)
+    named = (
+        f"{one['name']}, {format_bytes(one['free_bytes'])} free of {format_bytes(one['total_bytes'])}"
+        for one in devices
+    )
     yield ok("CUDA", f"{built}: {'; '.join(named)}", available=True, built_for=built, devices=devices)
     try:
         pinned = bool(torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True).is_pinned())

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from slipstream.cli.doctor.findings import Finding, ok, problem
 from slipstream.codecs import Codec, Planes, Timewise
+from slipstream.text import format_bytes
 
 _MEASURE_S = 0.2  # of each direction of each codec
 
@@ -46,7 +47,7 @@ def speed(name: str, codec: Codec, array: NDArray[Any], what: str) -> Finding:
     ratio = array.nbytes / len(payload)
     return ok(
         name,
-        f"packs {pack / 1e6:,.0f} MB/s, unpacks {unpack / 1e6:,.0f} MB/s on one core; {what} get {ratio:.2f}x smaller",
+        f"packs {format_bytes(pack)}/s, unpacks {format_bytes(unpack)}/s on one core; {what} get {ratio:.2f}x smaller",
         pack_bytes_per_s=pack,
         unpack_bytes_per_s=unpack,
         ratio=ratio,

@@ -11,11 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.filesize import decimal
-
 from slipstream.cli.doctor.findings import Finding, note, ok, problem
 from slipstream.store.local import atomic_write
 from slipstream.store.lock import try_lock
+from slipstream.text import format_bytes
 
 _PIECE_BYTES = 8 << 20
 _MOST_BYTES = 128 << 20
@@ -30,8 +29,10 @@ _MEASURE_S = 1.0
 def examine(folder: Path) -> Iterator[Finding]:
     """Look at a folder; what is written there for it is deleted again, whatever happens."""
     place = str(folder.absolute())
-    free, total = shutil.disk_usage(folder)[2], shutil.disk_usage(folder)[0]
-    fact, values = f"{decimal(free)} free of {decimal(total)} in {place}", {"free_bytes": free, "total_bytes": total}
+    usage = shutil.disk_usage(folder)
+    free = usage.free
+    fact = f"{format_bytes(free)} free of {format_bytes(usage.total)} in {place}"
+    values = {"free_bytes": free, "total_bytes": usage.total}
     if free < _LITTLE_SPACE:
         yield note("disk", fact, "make room, or keep fewer checkpoints and rollouts", **values, folder=place)
     else:
@@ -58,7 +59,7 @@ def writing(folder: Path, free_bytes: int) -> Finding:
     speed = _write_speed(folder, _PIECE_BYTES)  # says how much may be written in about a second
     size = int(min(_MOST_BYTES, speed * _MEASURE_S)) // _PIECE_BYTES * _PIECE_BYTES
     speed = max(speed, _write_speed(folder, size)) if size else speed
-    fact = f"{speed / 1e6:,.0f} MB/s, in one piece and flushed"
+    fact = f"{format_bytes(speed)}/s, in one piece and flushed"
     if speed < _SLOW_BYTES_S:
         return note("writing", fact, "a local disk would be faster, else save less often", bytes_per_s=speed)
     return ok("writing", fact, bytes_per_s=speed)

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.filesize import decimal
-
 from slipstream.cli.doctor.findings import Finding, note, ok
+from slipstream.text import format_bytes
 from slipstream.threads import usable_cores
 
 _LITTLE_MEMORY = 2_000_000_000  # importing torch and a small training take half of it
@@ -53,9 +52,9 @@ def memory() -> Iterator[Finding]:
     if total is None or available is None:
         return
     free = available if limit is None else min(available, max(limit - used, 0))
-    fact = f"{decimal(free)} free of {decimal(total)}"
+    fact = f"{format_bytes(free)} free of {format_bytes(total)}"
     if limit is not None and limit < total:
-        fact += f", and this container may use {decimal(limit)}"
+        fact += f", and this container may use {format_bytes(limit)}"
     else:
         limit = None
     values = {"total_bytes": total, "available_bytes": available, "limit_bytes": limit, "free_bytes": free}
@@ -71,7 +70,7 @@ def shared_memory() -> Iterator[Finding]:
     if not place.is_dir():
         return
     usage = shutil.disk_usage(place)
-    fact, values = f"{decimal(usage.free)} free of {decimal(usage.total)}", {"total_bytes": usage.total}
+    fact, values = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}", {"total_bytes": usage.total}
     if usage.free < _LITTLE_SHARED:
         advice = "workers of a DataLoader need more: docker run --shm-size=8g, or --ipc=host"
         yield note("shared memory", fact, advice, **values, free_bytes=usage.free)

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.cli.output import count
 from slipstream.cli.rollout.roles import Roles
 from slipstream.cli.rollout.tensors import array_of, leaves
 from slipstream.errors import SlipstreamError, WriteError
 from slipstream.rollout.layout import Key
 from slipstream.store.local import atomic_write
+from slipstream.text import plural
 from slipstream.trajectory import NEXT, find_breaks
 
 Nested = dict[str, Any]
@@ -57,7 +57,7 @@ class Episodes:
 
     def sentence(self) -> str:
         """Say how many there are."""
-        return f"{count(len(self.stretches), 'episode')} of {count(self.num_steps, 'step')} together"
+        return f"{plural(len(self.stretches), 'episode')} of {plural(self.num_steps, 'step')} together"
 
     def __iter__(self) -> Iterator[Nested]:
         """Yield each as Minari lays it out: observations have a step more, the one that the last step led to."""
@@ -157,7 +157,7 @@ def _breaks(episodes: Episodes) -> Iterator[str]:
         number = int(np.count_nonzero(breaks & inside[:, :-1]))
         if number:
             label = "/".join(name) or "the observation"
-            yield f"{label}: {count(number, 'step')} within episodes led to another one than follows, which is kept"
+            yield f"{label}: {plural(number, 'step')} within episodes led to another one than follows, which is kept"
 
 
 def _tree(arrays: Mapping[Key, NDArray[Any]]) -> Nested | NDArray[Any]:

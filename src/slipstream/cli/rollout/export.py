@@ -117,10 +117,8 @@ def _export(
     roles: dict[str, Any],
 ) -> list[str]:
     """Write `target` and return sentences about it."""
-    from rich.filesize import decimal
-
-    from slipstream.cli.output import count
     from slipstream.cli.rollout.reading import find_keys, open_rollout
+    from slipstream.text import format_bytes, plural
 
     with open_rollout(source) as rollout:
         layout = rollout.layout
@@ -136,10 +134,10 @@ def _export(
             chosen = find_keys(rollout, keys)
         batch = _load(source, chosen if keys else None, envs, steps)
         notes = write_pt(target, batch) if kind is Format.PT else write_npz(target, batch)
-        summary = count(len(chosen), "key")
+        summary = plural(len(chosen), "key")
     files = [file for file in target.rglob("*") if file.is_file()] if target.is_dir() else [target]
     size = sum(file.stat().st_size for file in files)
-    return [f"{target}: {kind.value}, {summary}, {decimal(size)}", *notes]
+    return [f"{target}: {kind.value}, {summary}, {format_bytes(size)}", *notes]
 
 
 def _write_episodes(

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.filesize import decimal
 from rich.table import Table
 
-from slipstream.cli.files import ratio
-from slipstream.cli.output import count, plain, print_lines, print_table
+from slipstream.cli.output import plain, print_lines, print_table
 from slipstream.cli.rollout.paths import iteration_of
 from slipstream.rollout.files import RolloutFile
 from slipstream.rollout.layout import Field
+from slipstream.text import format_bytes, format_ratio, plural
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
@@ -49,8 +48,8 @@ class FileListing:
         file = self.file
         layout = file.layout
         print_lines(
-            f"{file.path}: rollout, {decimal(file.stored_bytes)}, written by {file.container.written_by}",
-            f"{count(layout.num_envs, 'environment')} x {count(layout.num_steps, 'step')}, "
+            f"{file.path}: rollout, {format_bytes(file.stored_bytes)}, written by {file.container.written_by}",
+            f"{plural(layout.num_envs, 'environment')} x {plural(layout.num_steps, 'step')}, "
             f"batch size {list(layout.batch_size)}",
             *self._context(),
         )
@@ -62,16 +61,16 @@ class FileListing:
                 item.dtype,
                 "x".join(map(str, layout.shape_of(item))),
                 self._codec(item),
-                decimal(nbytes),
-                decimal(stored),
-                ratio(nbytes, stored),
+                format_bytes(nbytes),
+                format_bytes(stored),
+                format_ratio(nbytes, stored),
                 plain(self._sharing(item)),
             )
         print_table(table)
         print_lines(
-            f"{count(len(layout.fields), 'key')}, {decimal(layout.raw_bytes)} in a file of "
-            f"{decimal(file.stored_bytes)} ({ratio(layout.raw_bytes, file.stored_bytes)}); "
-            f"{count(self._num_exceptions(), 'step')} where next differs from the following step (episode ends)"
+            f"{plural(len(layout.fields), 'key')}, {format_bytes(layout.raw_bytes)} in a file of "
+            f"{format_bytes(file.stored_bytes)} ({format_ratio(layout.raw_bytes, file.stored_bytes)}); "
+            f"{plural(self._num_exceptions(), 'step')} where next differs from the following step (episode ends)"
         )
 
     def _context(self) -> Iterator[str]:
@@ -125,7 +124,7 @@ class FileListing:
             return ""
         num_exceptions = self.file.num_exceptions(item)
         if num_exceptions:
-            return f"{twin}, but {count(num_exceptions, 'step')}"
+            return f"{twin}, but {plural(num_exceptions, 'step')}"
         return twin
 
     def _codec(self, item: Field) -> str:
@@ -181,9 +180,9 @@ class FolderListing:
                 plain(file.path.name),
                 "-" if iteration is None else str(iteration),
                 f"{file.layout.num_envs} x {file.layout.num_steps}",
-                decimal(raw_bytes),
-                decimal(file.stored_bytes),
-                ratio(raw_bytes, file.stored_bytes),
+                format_bytes(raw_bytes),
+                format_bytes(file.stored_bytes),
+                format_ratio(raw_bytes, file.stored_bytes),
                 "-" if saved is None else _age(time.time() - saved),
             )
         print_lines(f"{self.folder}:")
@@ -191,8 +190,8 @@ class FolderListing:
         raw, stored = self._totals()
         print_lines(*self.unreadable)
         print_lines(
-            f"{count(len(self.rollouts), 'rollout')}, {decimal(raw)} in files of {decimal(stored)} "
-            f"({ratio(raw, stored)})" + (f"; {len(self.unreadable)} cannot be read" if self.unreadable else "")
+            f"{plural(len(self.rollouts), 'rollout')}, {format_bytes(raw)} in files of {format_bytes(stored)} "
+            f"({format_ratio(raw, stored)})" + (f"; {len(self.unreadable)} cannot be read" if self.unreadable else "")
         )
 
     def _totals(self) -> tuple[int, int]:

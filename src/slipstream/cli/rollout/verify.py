@@ -14,6 +14,7 @@ from slipstream.cli.ckpt.options import JsonOption
 from slipstream.cli.ckpt.reading import one_line, reading
 from slipstream.cli.rollout.paths import PATTERN, find_rollouts
 from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
+from slipstream.text import plural
 
 if TYPE_CHECKING:
     from slipstream.rollout.layout import Layout
@@ -29,7 +30,7 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Compare every byte with its checksum, and the layout with the arrays; exits with 1 if anything is damaged."""
-    from slipstream.cli.output import count, print_json, print_lines
+    from slipstream.cli.output import print_json, print_lines
 
     verdicts: list[_Verdict] = []
     for verdict in _verify_all(paths):
@@ -40,7 +41,7 @@ def verify(
     if json:
         print_json({"sound": not damaged, "files": [verdict.document() for verdict in verdicts]})
     elif len(verdicts) > 1:
-        print_lines(f"{damaged} of {count(len(verdicts), 'rollout')} damaged")
+        print_lines(f"{damaged} of {plural(len(verdicts), 'rollout')} damaged")
     if damaged:
         raise typer.Exit(1)
 

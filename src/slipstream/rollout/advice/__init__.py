@@ -25,7 +25,7 @@ from slipstream.rollout.advice.plans import (
     say_network,
 )
 from slipstream.rollout.advice.sources import find_batch
-from slipstream.rollout.advice.wording import columns, say_bytes, say_ratio, say_share, say_time
+from slipstream.text import align_columns, format_bytes, format_percent, format_ratio, format_seconds
 from slipstream.threads import default_threads
 
 if TYPE_CHECKING:
@@ -72,17 +72,17 @@ class Advice:
     def introduction(self) -> list[str]:
         """Return what was measured, in sentences, and how far to trust it."""
         m = self.measured
-        size, batch_size = say_bytes(m.raw_bytes), list(m.batch_size)
+        size, batch_size = format_bytes(m.raw_bytes), list(m.batch_size)
         lines = [f"{self.source}: {batch_size}, {size}; measured on {self.machine}."]
         iteration_s = self.settings.known_iteration_s
-        lines += [] if iteration_s is None else [f"An iteration takes {say_time(iteration_s)}."]
+        lines += [] if iteration_s is None else [f"An iteration takes {format_seconds(iteration_s)}."]
         if self.made_up:
             lines.append(
                 "The content is made up, and content decides: ratios and times are a guess. "
                 "Give a batch of yours to know."
             )
         if self.measured_share < 1:
-            lines.append(f"{say_share(self.measured_share)} of its environments were measured, and scaled up.")
+            lines.append(f"{format_percent(self.measured_share)} of its environments were measured, and scaled up.")
         if self.load > _BUSY:
             lines.append(
                 f"The machine was busy already ({self.load:.1f} programs per core): take the times for too long."
@@ -94,19 +94,20 @@ class Advice:
         m, s = self.measured, self.settings
         encode, decode = (m.raw_bytes / max(1e-9, cpu_s) for cpu_s in (m.encode_cpu_s, m.decode_cpu_s))
         lines = [
-            f"Packing takes {say_time(m.encode_s)} ({say_time(m.encode_cpu_s)} of one core, {say_bytes(encode)}/s per "
-            f"core), unpacking {say_time(m.decode_s)} ({say_time(m.decode_cpu_s)}, {say_bytes(decode)}/s per core).",
-            f"RolloutStorage.save returns after {say_time(m.save_call_s)}, and writes {say_bytes(m.file_bytes)} for "
-            f"{say_time(m.save_background_s)} in the background.",
-            f"An epoch of {s.minibatches} minibatches takes {say_time(m.epoch_a_s)} to read in plan A and "
-            f"{say_time(m.epoch_c_s)} in plan C, in the order of CompressedTensorDict.minibatches; with all steps "
-            f"shuffled, {say_time(m.epoch_c_shuffled_s)}.",
+            f"Packing takes {format_seconds(m.encode_s)} ({format_seconds(m.encode_cpu_s)} of one core, "
+            f"{format_bytes(encode)}/s per core), unpacking {format_seconds(m.decode_s)} "
+            f"({format_seconds(m.decode_cpu_s)}, {format_bytes(decode)}/s per core).",
+            f"RolloutStorage.save returns after {format_seconds(m.save_call_s)}, and writes "
+            f"{format_bytes(m.file_bytes)} for {format_seconds(m.save_background_s)} in the background.",
+            f"An epoch of {s.minibatches} minibatches takes {format_seconds(m.epoch_a_s)} to read in plan A and "
+            f"{format_seconds(m.epoch_c_s)} in plan C, in the order of CompressedTensorDict.minibatches; with all "
+            f"steps shuffled, {format_seconds(m.epoch_c_shuffled_s)}.",
         ]
         if s.step_s is not None:
             a, c = (epoch_s / s.minibatches for epoch_s in (m.epoch_a_s, m.epoch_c_s))
             lines.append(
-                f"A minibatch takes {say_time(a)} to read in plan A and {say_time(c)} in plan C: "
-                f"{say_share(a / s.step_s)} and {say_share(c / s.step_s)} of a training step."
+                f"A minibatch takes {format_seconds(a)} to read in plan A and {format_seconds(c)} in plan C: "
+                f"{format_percent(a / s.step_s)} and {format_percent(c / s.step_s)} of a training step."
             )
         return lines
 
@@ -117,8 +118,8 @@ class Advice:
     def caveats(self) -> list[str]:
         """Return what the numbers leave out, in sentences."""
         m, s = self.measured, self.settings
-        peak = say_bytes(m.raw_bytes + m.distinct_bytes + m.memory_packed_bytes)
-        worth = say_time(cost_limit(self.plans[2].time_s))
+        peak = format_bytes(m.raw_bytes + m.distinct_bytes + m.memory_packed_bytes)
+        worth = format_seconds(cost_limit(self.plans[2].time_s))
         lines = [
             f"While plan C packs a batch, that batch and a copy are in memory as well, {peak} in all: it gives memory "
             "back for the updates, not for the collection."
@@ -145,8 +146,8 @@ class Advice:
         """Return all of it as plain text."""
         parts = [
             self.introduction(),
-            columns(PLAN_COLUMNS, [plan_cells(plan) for plan in self.plans], left=2),
-            columns(KEY_COLUMNS, [key_cells(key) for key in self.measured.keys], left=3),
+            align_columns(PLAN_COLUMNS, [plan_cells(plan) for plan in self.plans], num_left=2),
+            align_columns(KEY_COLUMNS, [key_cells(key) for key in self.measured.keys], num_left=3),
             self.speeds(),
             self.transfer(),
             self.caveats(),
@@ -183,11 +184,11 @@ KEY_COLUMNS = ("key", "dtype", "shape", "size", "packed", "ratio", "pack", "unpa
 
 def plan_cells(plan: Plan) -> list[str]:
     """Return a row of the table of plans."""
-    time = say_time(plan.time_s) if plan.time_s else "nothing"
-    share = "" if plan.share is None or not plan.time_s else f" ({say_share(plan.share)})"
-    host = f" + {say_bytes(plan.host_bytes)} on the host" if plan.host_bytes else ""
-    disk = "-" if plan.disk_per_1000_bytes is None else say_bytes(plan.disk_per_1000_bytes)
-    return [plan.letter, plan.title, time + share, say_bytes(plan.memory_bytes) + host, disk]
+    time = format_seconds(plan.time_s) if plan.time_s else "nothing"
+    share = "" if plan.share is None or not plan.time_s else f" ({format_percent(plan.share)})"
+    host = f" + {format_bytes(plan.host_bytes)} on the host" if plan.host_bytes else ""
+    disk = "-" if plan.disk_per_1000_bytes is None else format_bytes(plan.disk_per_1000_bytes)
+    return [plan.letter, plan.title, time + share, format_bytes(plan.memory_bytes) + host, disk]
 
 
 def key_cells(key: KeyNumbers) -> list[str]:
@@ -196,11 +197,11 @@ def key_cells(key: KeyNumbers) -> list[str]:
         key.key + (" + next" if key.with_next else ""),
         key.dtype,
         "x".join(map(str, key.shape)),
-        say_bytes(key.raw_bytes) if key.raw_bytes else "-",
-        say_bytes(key.packed_bytes),
-        say_ratio(key.raw_bytes, key.packed_bytes) if key.raw_bytes else "-",
-        say_time(key.encode_cpu_s),
-        say_time(key.decode_cpu_s),
+        format_bytes(key.raw_bytes) if key.raw_bytes else "-",
+        format_bytes(key.packed_bytes),
+        format_ratio(key.raw_bytes, key.packed_bytes) if key.raw_bytes else "-",
+        format_seconds(key.encode_cpu_s),
+        format_seconds(key.decode_cpu_s),
         "packed" if key.packed_in_c else "as it is",
     ]
 

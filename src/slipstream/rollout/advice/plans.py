@@ -8,7 +8,7 @@ from typing import Literal
 
 from slipstream.errors import ConfigurationError
 from slipstream.rollout.advice.measure import Measured
-from slipstream.rollout.advice.wording import say_bandwidth, say_bytes, say_ratio, say_share, say_time
+from slipstream.text import format_bandwidth, format_bytes, format_percent, format_ratio, format_seconds
 
 Letter = Literal["A", "B", "C"]
 
@@ -227,7 +227,7 @@ class _Keep:
 
 def _memory(m: Measured, s: Settings) -> _Memory:
     a, _, c = plans(m, s)
-    raw, packed, cost = say_bytes(a.memory_bytes), say_bytes(c.memory_bytes), say_time(c.time_s)
+    raw, packed, cost = format_bytes(a.memory_bytes), format_bytes(c.memory_bytes), format_seconds(c.time_s)
     limit = s.memory_limit_bytes
     per_iteration = f"{cost} per iteration{_of_iteration(c.share)}"
     kept = m.memory_packed_bytes + m.memory_cache_bytes
@@ -241,7 +241,7 @@ def _memory(m: Measured, s: Settings) -> _Memory:
             if pays
             else _no_gain(m, "keeping it packed, with its cache, saves next to nothing"),
         )
-    room = f"{raw} against a limit of {say_bytes(limit)}"
+    room = f"{raw} against a limit of {format_bytes(limit)}"
     if a.memory_bytes <= limit:
         return _Memory(
             "fits",
@@ -252,7 +252,7 @@ def _memory(m: Measured, s: Settings) -> _Memory:
         )
     smaller = _smaller_batch(m, limit)
     if not pays:
-        why = _no_gain(m, f"packed and with its cache it still takes {say_bytes(kept)}")
+        why = _no_gain(m, f"packed and with its cache it still takes {format_bytes(kept)}")
         return _Memory(
             "shrink", f"No: {room}. Packing does not help.", f"Stay with plan A, and {smaller}.", why_not_c=why
         )
@@ -262,11 +262,11 @@ def _memory(m: Measured, s: Settings) -> _Memory:
             "shrink", f"No: {room}; nor packed, {packed}.", f"Stay with plan A, and {smaller}.", why_not_c=why
         )
     if c.share is not None and c.share >= MOST_FOR_C:
-        why = f"it would cost {per_iteration}, and more than {say_share(MOST_FOR_C)} is too much."
+        why = f"it would cost {per_iteration}, and more than {format_percent(MOST_FOR_C)} is too much."
         return _Memory(
             "shrink", f"No: {room}; packed it would, {packed}.", f"Stay with plan A, and {smaller}.", why_not_c=why
         )
-    worth = "" if c.share is not None else f", if an iteration takes more than {say_time(cost_limit(c.time_s))}"
+    worth = "" if c.share is not None else f", if an iteration takes more than {format_seconds(cost_limit(c.time_s))}"
     return _Memory(
         "pack",
         f"No: {room}. Packed and with its cache it takes {packed}, for {per_iteration}.",
@@ -288,15 +288,14 @@ def _smaller_batch(m: Measured, limit: int) -> str:
 
 
 def _no_gain(m: Measured, what: str) -> str:
-    ratio = say_ratio(m.raw_bytes, m.memory_packed_bytes)
+    ratio = format_ratio(m.raw_bytes, m.memory_packed_bytes)
     return f"the batch does not get small enough ({ratio} in memory): {what}."
 
 
 def _smaller(m: Measured) -> str:
-    sizes = (
-        f"{say_bytes(m.raw_bytes)} become {say_bytes(m.file_bytes)} in a file ({say_ratio(m.raw_bytes, m.file_bytes)})"
-    )
-    memory = f"{say_bytes(m.memory_packed_bytes)} in memory ({say_ratio(m.raw_bytes, m.memory_packed_bytes)})"
+    in_file = format_ratio(m.raw_bytes, m.file_bytes)
+    sizes = f"{format_bytes(m.raw_bytes)} become {format_bytes(m.file_bytes)} in a file ({in_file})"
+    memory = f"{format_bytes(m.memory_packed_bytes)} in memory ({format_ratio(m.raw_bytes, m.memory_packed_bytes)})"
     if m.raw_bytes > WORTHWHILE * m.file_bytes:
         return f"Yes: {sizes} and {memory}."
     return f"No: {sizes} and {memory}. Noise cannot be packed, and compression does not pay here."
@@ -304,21 +303,22 @@ def _smaller(m: Measured) -> str:
 
 def _keep(m: Measured, s: Settings) -> _Keep:
     iteration_s, interval = s.known_iteration_s, s.rollout_save_interval
-    disk = f"{say_bytes(1000 * m.file_bytes)} of disk per 1000"
-    call = f"a save keeps the loop for {say_time(m.save_call_s)}"
+    disk = f"{format_bytes(1000 * m.file_bytes)} of disk per 1000"
+    call = f"a save keeps the loop for {format_seconds(m.save_call_s)}"
     noise = "" if m.raw_bytes > WORTHWHILE * m.file_bytes else ", hardly less than raw"
     if iteration_s is None:
-        cost = f"{call}, then {say_time(m.save_background_s)} in the background; {disk}{noise}"
+        cost = f"{call}, then {format_seconds(m.save_background_s)} in the background; {disk}{noise}"
         headline = f"Take plan B, every {interval} iterations: {call}; {disk}{noise}."
     else:
         least = interval_for_b(m, iteration_s)
-        share = say_share(m.save_call_s / iteration_s / interval)
+        share = format_percent(m.save_call_s / iteration_s / interval)
         cost = f"{call}, {share} at every {interval} iterations; {disk}{noise}"
         if interval >= least:
-            cost += f"; it is under {say_share(MOST_FOR_B)} at any interval from {least} up"
+            cost += f"; it is under {format_percent(MOST_FOR_B)} at any interval from {least} up"
             headline = f"Take plan B, every {interval} iterations: {share} of the time; {disk}{noise}."
         else:
-            cost += f"; rather every {least}, to cost under {say_share(MOST_FOR_B)} and be done before the next one"
+            limit = format_percent(MOST_FOR_B)
+            cost += f"; rather every {least}, to cost under {limit} and be done before the next one"
             headline = f"Take plan B, but every {least} iterations instead of every {interval}: {call}; {disk}{noise}."
     if s.keep_rollouts:
         cost += _copy(m, s)
@@ -332,7 +332,7 @@ def _copy(m: Measured, s: Settings) -> str:
     b = plans(m, s)[1]
     if s.memory_limit_bytes is None or not m.raw_bytes <= s.memory_limit_bytes < b.memory_bytes:
         return ""
-    return f"; until it is written, a copy of {say_bytes(m.distinct_bytes)} takes more than the limit allows"
+    return f"; until it is written, a copy of {format_bytes(m.distinct_bytes)} takes more than the limit allows"
 
 
 def _headline(plan: Letter, memory: _Memory, keep: _Keep, settings: Settings) -> str:
@@ -351,7 +351,7 @@ def _share(time_s: float, settings: Settings) -> float | None:
 
 
 def _of_iteration(share: float | None) -> str:
-    return "" if share is None else f" ({say_share(share)})"
+    return "" if share is None else f" ({format_percent(share)})"
 
 
 def _sentence(text: str) -> str:
@@ -360,10 +360,12 @@ def _sentence(text: str) -> str:
 
 def say_network(found: Network) -> str:
     """Return a sentence or two about sending a batch."""
-    raw, packed = say_time(found.raw_s), say_time(found.packed_s)
-    parts = f"{say_time(found.pack_s)} to pack, {say_time(found.send_s)} to send, {say_time(found.unpack_s)} to unpack"
     verdict = "packed is faster" if found.packed_wins else "raw is faster"
-    text = f"At {say_bandwidth(found.bandwidth_bytes_s)} a batch takes {raw} raw, {packed} packed ({parts}): {verdict}."
+    text = (
+        f"At {format_bandwidth(found.bandwidth_bytes_s)} a batch takes {format_seconds(found.raw_s)} raw, "
+        f"{format_seconds(found.packed_s)} packed ({format_seconds(found.pack_s)} to pack, "
+        f"{format_seconds(found.send_s)} to send, {format_seconds(found.unpack_s)} to unpack): {verdict}."
+    )
     if found.break_even_bytes_s is None:
         return f"{text} Packed it is not smaller, and wins at no bandwidth."
-    return f"{text} Packed wins below {say_bandwidth(found.break_even_bytes_s)}."
+    return f"{text} Packed wins below {format_bandwidth(found.break_even_bytes_s)}."
