@@ -66,5 +66,5 @@ def test_zero_and_below_are_not(value):
 @pytest.mark.parametrize("value", ["Block", "", None, 3])
 def test_a_choice_is_one_of_those_listed(value):
     require_choice("policy", "block", ("block", "raise"))
-    with pytest.raises(ConfigurationError, match="^policy is .*, expected one of block, raise$"):
+    with pytest.raises(ConfigurationError, match="^policy is .*, expected one of 'block', 'raise'$"):
         require_choice("policy", value, ("block", "raise"))

@@ -87,7 +87,7 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         ConfigurationError: If the value is anything else.
     """
     if value not in choices:
-        raise ConfigurationError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+        raise ConfigurationError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
 
 
 def _is_finite_number(value: Any) -> bool:

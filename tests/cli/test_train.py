@@ -141,8 +141,8 @@ def test_a_checkpoint_that_is_none_is_one_sentence(command, slipstream, tmp_path
 
 
 def test_unknown_choices_are_one_sentence(run, slipstream):
-    assert "--scenario is 'moon', expected one of unseen" in slipstream("eval", run, "--scenario", "moon").err
-    assert "--format is 'tflite', expected one of onnx" in slipstream("export", run, "--format", "tflite").err
+    assert "--scenario is 'moon', expected one of 'unseen" in slipstream("eval", run, "--scenario", "moon").err
+    assert "--format is 'tflite', expected one of 'onnx" in slipstream("export", run, "--format", "tflite").err
     assert "--name is '../x'" in slipstream("eval", run, "--name", "../x").err
 
 

@@ -76,7 +76,7 @@ def test_a_state_of_something_else_is_refused():
 
 
 def test_a_number_that_makes_no_sense_is_an_error():
-    with pytest.raises(ConfigurationError, match="total_rollouts is 0, expected at least 1"):
+    with pytest.raises(ConfigurationError, match="total_rollouts is 0, expected a whole number of at least 1"):
         collector(total_rollouts=0)
 
 

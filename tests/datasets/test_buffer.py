@@ -223,7 +223,7 @@ def test_sampling_before_loading_is_an_error():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"action_dim": 0}, "action_dim is 0, expected a whole number from 1 up"),
+        ({"action_dim": 0}, "action_dim is 0, expected a whole number of at least 1"),
         ({"action_dim": 7, "image_size": 2.5}, "image_size is 2.5"),
         ({"action_dim": 7, "max_size": True}, "max_size is True"),
         ({"action_dim": 7, "image_dtype": torch.int32}, "image_dtype is torch.int32"),

@@ -80,7 +80,7 @@ def test_what_goes_wrong_leaves_nothing_behind(tmp_path):
 
 
 def test_what_cannot_be_repacked_is_said(file_a, tmp_path):
-    with pytest.raises(ConfigurationError, match="compression is 'rar', expected one of none, lz4, zstd, gzip"):
+    with pytest.raises(ConfigurationError, match="compression is 'rar', expected one of 'none', 'lz4', 'zstd', 'gzip'"):
         repack(file_a, tmp_path / "b.hdf5", compression="rar")  # type: ignore[arg-type]
     with h5py.File(file_a, "a") as file:
         for camera in ("left", "right", "global"):

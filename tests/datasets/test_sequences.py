@@ -72,7 +72,7 @@ def test_images_of_different_sizes_cannot_keep_them(tmp_path):
     ("options", "sentence"),
     [
         ({"horizon": 0}, "horizon is 0"),
-        ({"horizon": 2, "image_steps": 3}, "image_steps is 3, expected 1 to horizon, which is 2"),
+        ({"horizon": 2, "image_steps": 3}, "image_steps is 3, expected a whole number from 1 to 2"),
     ],
 )
 def test_windows_that_make_no_sense_are_refused(robomimic, options, sentence):

@@ -224,7 +224,7 @@ def test_reading_what_is_not_there_is_an_error():
             store.get(index)
     sizes: list[Any] = [0, -1, 2.5, True]
     for size in sizes:
-        with pytest.raises(ReplayError, match="batch_size"):
+        with pytest.raises(ConfigurationError, match="batch_size"):
             store.sample(size)
     with pytest.raises(ReplayError, match="0 slices of 3 steps"):
         store.sample_slices(0, 3)

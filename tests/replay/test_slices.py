@@ -117,7 +117,7 @@ def test_the_end_of_each_slice_is_marked_as_truncated():
 
 def test_what_cannot_be_is_refused():
     for options in ({}, {"slice_len": 2, "num_slices": 2}, {"slice_len": 0}, {"num_slices": 1.5}):
-        with pytest.raises(ConfigurationError, match="expected a whole number for one of them"):
+        with pytest.raises(ConfigurationError, match="expected a whole number "):
             EpisodeSliceSampler(**options)
     buffer = ReplayBuffer(storage=PackedEpisodeStorage(50), sampler=EpisodeSliceSampler(slice_len=4), batch_size=10)
     with pytest.raises(ReplayError, match="multiple of slice_len=4"):

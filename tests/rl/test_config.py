@@ -33,9 +33,9 @@ def test_it_is_frozen():
         ({"num_minibatches": 2.0}, "num_minibatches is 2.0, expected a whole number of at least 1"),
         ({"huber_delta": 0}, "huber_delta is 0, expected a number above 0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm is nan, expected a number above 0"),
-        ({"entropy_loss_coefficient": -1}, "entropy_loss_coefficient is -1, expected a number from 0 on"),
+        ({"entropy_loss_coefficient": -1}, "entropy_loss_coefficient is -1, expected a number of at least 0"),
         ({"value_norm_beta": 1.0}, "value_norm_beta is 1, expected less than 1"),
-        ({"max_importance_weight": 0.5}, "max_importance_weight is 0.5, expected at least 1"),
+        ({"max_importance_weight": 0.5}, "max_importance_weight is 0.5, expected a number of at least 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_its_value(settings, message):

@@ -160,7 +160,7 @@ def test_evaluation_repeats_itself_and_exploration_does_not(observations, policy
         pytest.raises(ConfigurationError, match="exploration type is median"),
     ):
         one(observations(4))
-    with pytest.raises(ConfigurationError, match="choose is 'best', expected one of sample, mean, mode"):
+    with pytest.raises(ConfigurationError, match="choose is 'best', expected one of 'sample', 'mean', 'mode'"):
         one.act(observations(4), "best")
 
 

@@ -130,7 +130,7 @@ def test_more_episodes_than_fly_at_once_are_flown_one_lot_after_another(monkeypa
 
 
 def test_no_episode_is_an_error():
-    with pytest.raises(ConfigurationError, match="episodes is 0, expected at least 1"):
+    with pytest.raises(ConfigurationError, match="episodes is 0, expected a whole number of at least 1"):
         evaluate(Still(), small(), EMPTY, episodes=0)
 
 

@@ -67,5 +67,5 @@ def test_a_file_that_acts_otherwise_is_not_kept(policy, tmp_path, monkeypatch):
 
 
 def test_a_format_that_there_is_not_is_an_error(policy, tmp_path):
-    with pytest.raises(ConfigurationError, match="the format is 'tflite', expected one of onnx, torchscript"):
+    with pytest.raises(ConfigurationError, match="kind is 'tflite', expected one of 'onnx', 'torchscript'"):
         export_policy(policy, tmp_path / "policy", "tflite")  # type: ignore[arg-type]

@@ -117,5 +117,5 @@ def test_threads_may_use_it_at_once():
 
 @pytest.mark.parametrize("call", [lambda: PerformanceMonitor(0), lambda: PerformanceMonitor().get_stats(0)])
 def test_sizes_that_make_no_sense_are_refused(call):
-    with pytest.raises(ValueError, match="expected at least 1"):
+    with pytest.raises(ValueError, match="expected a whole number of at least 1"):
         call()

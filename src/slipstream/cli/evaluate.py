@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.checks import require_choice
 from slipstream.cli.threads import calm_threads
 
 if TYPE_CHECKING:
@@ -56,9 +57,8 @@ def evaluate(
     loaded = load_policy(checkpoint, overrides or [])
     prepare_process(loaded.settings.num_threads)
     known = {one.name: one for one in standard_scenarios(loaded.settings)}
-    unknown = [one for one in scenario or () if one not in known]
-    if unknown:
-        raise ConfigurationError(f"--scenario is {unknown[0]!r}, expected one of {', '.join(known)}")
+    for one in scenario or ():
+        require_choice("--scenario", one, list(known))
     chosen = [known[one] for one in dict.fromkeys(scenario or known)]
     screen = console(stderr=True)
     results = fly(loaded.policy, loaded.settings, chosen, episodes, screen, seed=seed, sample=sample)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from slipstream.checks import require_choice
+
 EXAMPLE = "slipstream export runs/last --format onnx"
 
 
@@ -28,14 +30,12 @@ def export(
     Each file is checked against the policy before it is kept. The velocity is the mean action, in the goal frame.
     """
     from slipstream.cli.output import print_json, print_lines  # noqa: PLC0415 - keeps --help quick
-    from slipstream.errors import ConfigurationError  # noqa: PLC0415
     from slipstream.train.export import SUFFIXES, export_policy  # noqa: PLC0415
     from slipstream.train.policy import load_policy  # noqa: PLC0415
 
     kinds = list(dict.fromkeys(format or SUFFIXES))
-    unknown = [kind for kind in kinds if kind not in SUFFIXES]
-    if unknown:
-        raise ConfigurationError(f"--format is {unknown[0]!r}, expected one of {', '.join(SUFFIXES)}")
+    for kind in kinds:
+        require_choice("--format", kind, list(SUFFIXES))
     loaded = load_policy(checkpoint)
     base = output or (loaded.run or loaded.path.parent) / "policy"
     written = [

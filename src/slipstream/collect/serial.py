@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from slipstream.checks import require_count
 from slipstream.collect.batches import from_state, to_state
-from slipstream.errors import ConfigurationError, StateMismatchError
+from slipstream.errors import StateMismatchError
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -47,9 +48,9 @@ class SerialCollector:
     return_same_td = False  # which tells PipelinedDataCollector that rollouts need not be copied
 
     def __init__(self, env: EnvBase, policy: Any, num_steps: int, *, total_rollouts: int | None = None) -> None:
-        for name, value in (("num_steps", num_steps), ("total_rollouts", total_rollouts)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} is {value}, expected at least 1")
+        require_count("num_steps", num_steps)
+        if total_rollouts is not None:
+            require_count("total_rollouts", total_rollouts)
         self.env = env
         self.policy = policy
         self.num_steps = num_steps

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.checks import require_count
 from slipstream.datasets.cache import CacheSetting
 from slipstream.datasets.description import Fields
 from slipstream.datasets.opening import find_files
@@ -88,7 +89,7 @@ class MultimodalReplayBuffer:
         for name, value in (
             ("action_dim", action_dim), ("joint_dim", joint_dim), ("max_size", max_size), ("image_size", image_size),
         ):  # fmt: skip
-            _check_count(name, value)
+            require_count(name, value)
         if image_dtype != torch.uint8 and not image_dtype.is_floating_point:
             raise ConfigurationError(f"image_dtype is {image_dtype}, expected torch.uint8 or a floating dtype")
         self.action_dim, self.joint_dim, self.max_size = action_dim, joint_dim, max_size
@@ -144,7 +145,7 @@ class MultimodalReplayBuffer:
         """
         self._check_open()
         if num_traj is not None:
-            _check_count("num_traj", num_traj)
+            require_count("num_traj", num_traj)
         told = joint if joint is None or isinstance(joint, str) else tuple(joint)
         fields = Fields(dict(cameras or {}), told, action, reward, terminal, timeout, episodes=episodes)
         room = self.max_size - self.size
@@ -208,7 +209,7 @@ class MultimodalReplayBuffer:
             CorruptFileError: If an image cannot be read.
         """
         self._check_open()
-        _check_count("batch_size", batch_size)
+        require_count("batch_size", batch_size)
         if not self._parts:
             raise DatasetError("nothing is loaded yet: call load_from_hdf5 first")
         indices = self._randomness.draw(self.size, batch_size) if indices is None else np.asarray(indices, np.int64)
@@ -360,8 +361,3 @@ class MultimodalReplayBuffer:
 def reading_threads(threads: int | None) -> int | None:
     """Return how many threads read: one in a worker of a `DataLoader`, of which there are several."""
     return 1 if threads is None and torch.utils.data.get_worker_info() is not None else threads
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ConfigurationError(f"{name} is {value!r}, expected a whole number from 1 up")

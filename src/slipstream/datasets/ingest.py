@@ -20,6 +20,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
+from slipstream.checks import require_count
 from slipstream.datasets.cache import (
     CHECKSUM,
     END_MAGIC,
@@ -37,7 +38,7 @@ from slipstream.datasets.description import Description, Fields
 from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
 from slipstream.datasets.handles import Files
 from slipstream.datasets.schema import describe
-from slipstream.errors import ConfigurationError, DatasetError, MissingEntryError, SlipstreamError
+from slipstream.errors import DatasetError, MissingEntryError, SlipstreamError
 from slipstream.memory import aligned
 from slipstream.store.local import make_folder, sync_folder, write_error
 from slipstream.store.lock import LockableFile, is_still_at, open_private, try_lock
@@ -111,8 +112,7 @@ def ingest(
         >>> ingest("/tmp/slipstream-doc-ingest.hdf5", image_size=32, overwrite=True).num_frames
         11
     """
-    if isinstance(image_size, bool) or not isinstance(image_size, int) or not 0 < image_size <= 8192:
-        raise ConfigurationError(f"image_size is {image_size!r}, expected a whole number from 1 to 8192")
+    require_count("image_size", image_size, 1, 8192)
     source = Path(path)
     description = describe(source, fields)
     reader, datasets = _sources(description, cameras)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.random import Generator, SeedSequence, default_rng
 from numpy.typing import NDArray
 
-from slipstream.errors import ConfigurationError
+from slipstream.checks import require_count
 
 # `numpy.random` is imported by name, here: NumPy would import it on first use, perhaps in a thread, and a process that
 # is forked meanwhile would wait for that import for ever.
@@ -30,8 +30,8 @@ class Randomness:
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0):
-            raise ConfigurationError(f"seed is {seed!r}, expected a whole number from 0 up, or None")
+        if seed is not None:
+            require_count("seed", seed, 0)
         self.seed = int(SeedSequence().entropy if seed is None else seed)  # type: ignore[arg-type]
         self._owner: tuple[int, tuple[int, ...]] | None = None
         self._generator: Generator | None = None

@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.checks import require_choice
 from slipstream.datasets.description import Description, Fields, Images
 from slipstream.datasets.frames import DatasetSource, FrameReader, Request
 from slipstream.datasets.handles import Files
@@ -66,8 +67,7 @@ def repack(
         WriteError: If it cannot be written; nothing is left behind then.
     """
     source, target = Path(source), Path(target)
-    if compression not in get_args(Compression):
-        raise ConfigurationError(f"compression is {compression!r}, expected one of {', '.join(get_args(Compression))}")
+    require_choice("compression", compression, get_args(Compression))
     if target.exists() and (not overwrite or target.samefile(source)):
         what = "is the source itself" if target.samefile(source) else "is there already, and was not to be replaced"
         raise DatasetError(f"{target}: {what}")

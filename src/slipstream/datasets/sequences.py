@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from slipstream.checks import require_count
 from slipstream.datasets.buffer import reading_threads
 from slipstream.datasets.cache import CacheSetting
 from slipstream.datasets.description import Fields
@@ -85,10 +86,8 @@ class SequenceDataset(Dataset[Window]):
         threads: int | None = None,
     ) -> None:
         image_steps = horizon if image_steps is None else image_steps
-        if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
-            raise ConfigurationError(f"horizon is {horizon!r}, expected a whole number from 1 up")
-        if isinstance(image_steps, bool) or not isinstance(image_steps, int) or not 1 <= image_steps <= horizon:
-            raise ConfigurationError(f"image_steps is {image_steps!r}, expected 1 to horizon, which is {horizon}")
+        require_count("horizon", horizon)
+        require_count("image_steps", image_steps, 1, horizon)  # no more images than steps
         if isinstance(cameras, Mapping):
             fields = replace(fields or Fields(), cameras=dict(cameras))
         self.horizon, self.image_steps, self.image_size = horizon, image_steps, image_size
@@ -263,10 +262,9 @@ class SequenceStream(IterableDataset[Window]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigurationError(f"batch_size is {batch_size!r}, expected a whole number from 1 up")
-        if not 0 <= rank < world_size:
-            raise ConfigurationError(f"rank is {rank}, expected 0 to world_size - 1, which is {world_size - 1}")
+        require_count("batch_size", batch_size)
+        require_count("world_size", world_size)
+        require_count("rank", rank, 0, world_size - 1)
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.drop_last, self.rank, self.world_size = drop_last, rank, world_size
         self.epoch = 0

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from slipstream.checks import require_choice, require_count, require_positive
 from slipstream.errors import ConfigurationError
 
 CompileMode = Literal["auto", "true", "false"]
@@ -37,9 +38,9 @@ class LidarConfig:
     horizontal_beams: int = 36
 
     def __post_init__(self) -> None:
-        _require_positive("range_m", self.range_m)
-        _require_count("vertical_beams", self.vertical_beams, least=1)
-        _require_count("horizontal_beams", self.horizontal_beams, least=1)
+        require_positive("range_m", self.range_m)
+        require_count("vertical_beams", self.vertical_beams, least=1)
+        require_count("horizontal_beams", self.horizontal_beams, least=1)
         low, high = self.vertical_fov_deg
         if not -89.0 <= low <= high <= 89.0:
             raise ConfigurationError(
@@ -106,17 +107,17 @@ class NavigationConfig:
     compile: CompileMode = "auto"
 
     def __post_init__(self) -> None:
-        _require_count("num_envs", self.num_envs, least=1)
-        _require_count("num_static_obstacles", self.num_static_obstacles, least=0)
-        _require_count("num_dynamic_obstacles", self.num_dynamic_obstacles, least=0)
-        _require_count("map_seed", self.map_seed, least=0)
-        _require_count("max_episode_length", self.max_episode_length, least=1)
-        _require_count("seed", self.seed, least=0)
-        _require_positive("map_half_extent_m", self.map_half_extent_m)
-        _require_positive("dt_s", self.dt_s)
-        _require_choice("start", self.start, ("border", "line"))
-        _require_choice("dynamics", self.dynamics, ("hummingbird", "lag"))
-        _require_choice("compile", self.compile, ("auto", "true", "false"))
+        require_count("num_envs", self.num_envs, least=1)
+        require_count("num_static_obstacles", self.num_static_obstacles, least=0)
+        require_count("num_dynamic_obstacles", self.num_dynamic_obstacles, least=0)
+        require_count("map_seed", self.map_seed, least=0)
+        require_count("max_episode_length", self.max_episode_length, least=1)
+        require_count("seed", self.seed, least=0)
+        require_positive("map_half_extent_m", self.map_half_extent_m)
+        require_positive("dt_s", self.dt_s)
+        require_choice("start", self.start, ("border", "line"))
+        require_choice("dynamics", self.dynamics, ("hummingbird", "lag"))
+        require_choice("compile", self.compile, ("auto", "true", "false"))
         slowest, fastest = self.obstacle_speed_m_s
         if not 0 <= slowest <= fastest < math.inf:
             raise ConfigurationError(
@@ -143,18 +144,3 @@ class NavigationConfig:
     def start_half_extent_m(self) -> float:
         """Half the side of the square on whose border drones start."""
         return self.map_half_extent_m + 4.0
-
-
-def _require_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{name} is {value!r}, expected a whole number of at least {least}")
-
-
-def _require_positive(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ConfigurationError(f"{name} is {value!r}, expected a number above 0")
-
-
-def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.errors import ConfigurationError, OutOfRangeError, ReplayError
+from slipstream.checks import require_count
+from slipstream.errors import OutOfRangeError, ReplayError
 from slipstream.replay.episode_state import (
     RestoredEpisodes,
     episode_state,
@@ -93,10 +94,9 @@ class EpisodeStore:
         seed: int | None = None,
     ) -> None:
         for name, value in (("max_frames", max_frames), ("max_bytes", max_bytes)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"{name} is {value!r}, expected a whole number from 1 up, or None")
-        if cache_bytes < 0:
-            raise ConfigurationError(f"cache_bytes is {cache_bytes}, expected 0 or more")
+            if value is not None:
+                require_count(name, value)
+        require_count("cache_bytes", cache_bytes, 0)
         self.max_frames, self.max_bytes = max_frames, max_bytes
         self.generator = np.random.default_rng(seed)
         self._packing = Packing(jpeg, images=pack_images)
@@ -261,10 +261,10 @@ class EpisodeStore:
             Arrays ``[batch, ...]`` by name; those of frames also as ``next_<name>``.
 
         Raises:
+            ConfigurationError: If `batch_size` is not a whole number of at least 1.
             ReplayError: If there is nothing to sample, or `out` does not fit.
         """
-        if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or batch_size < 1:
-            raise ReplayError(f"batch_size is {batch_size!r}, expected a whole number from 1 up")
+        require_count("batch_size", batch_size)
         with self._lock:
             total = len(self)
             if not total:

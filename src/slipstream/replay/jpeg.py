@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.errors import CodecError, ConfigurationError, ReplayError
+from slipstream.checks import require_count
+from slipstream.errors import CodecError, ReplayError
 from slipstream.text import install_hint
 
 _COLOURS = (1, 3)
@@ -25,8 +26,8 @@ def _pillow() -> Any:
 
 def check_quality(quality: int | None) -> None:
     """Raise `ConfigurationError` unless `quality` is one that JPEG has, or None."""
-    if quality is not None and (isinstance(quality, bool) or not isinstance(quality, int) or not 1 <= quality <= 100):
-        raise ConfigurationError(f"jpeg is {quality!r}, expected a quality from 1 to 100, or None for no loss")
+    if quality is not None:
+        require_count("jpeg", quality, 1, 100)
 
 
 def channel_axis(shape: tuple[int, ...]) -> int | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.errors import ConfigurationError, OutOfRangeError, ReplayError
+from slipstream.checks import require_count
+from slipstream.errors import OutOfRangeError, ReplayError
 
 _LEAST = 16
 _MOST = (1 << 63) - 1
@@ -39,9 +39,7 @@ class PrefixSum:
     """
 
     def __init__(self, max_len: int | None = None) -> None:
-        if max_len is not None and (isinstance(max_len, bool) or not hasattr(max_len, "__index__") or max_len < 1):
-            raise ConfigurationError(f"max_len is {max_len!r}, expected a whole number from 1 up")
-        self.max_len = None if max_len is None else operator.index(max_len)
+        self.max_len = None if max_len is None else require_count("max_len", max_len)
         self._bounds = np.zeros(_LEAST, np.int64)  # ever-growing sums; those of the ranges there are lie in the middle
         self._first = 0  # where the start of the oldest range is
         self._last = 0  # where the end of the newest range is

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.checks import require_count
 from slipstream.text import install_hint
 
 try:
@@ -62,11 +63,14 @@ class EpisodeSliceSampler(Sampler):  # type: ignore[misc, unused-ignore]
         num_slices: int | None = None,
         truncated_key: str | tuple[str, ...] | None = ("next", "truncated"),
     ) -> None:
-        given = [value for value in (slice_len, num_slices) if value is not None]
-        if len(given) != 1 or not isinstance(given[0], int) or isinstance(given[0], bool) or given[0] < 1:
+        if (slice_len is None) == (num_slices is None):
             raise ConfigurationError(
                 f"slice_len is {slice_len!r} and num_slices {num_slices!r}, expected a whole number for one of them"
             )
+        if slice_len is not None:
+            require_count("slice_len", slice_len)
+        if num_slices is not None:
+            require_count("num_slices", num_slices)
         self.slice_len, self.num_slices = slice_len, num_slices
         self.truncated_key = (truncated_key,) if isinstance(truncated_key, str) else truncated_key
 

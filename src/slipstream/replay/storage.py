@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.checks import require_count
 from slipstream.text import format_bytes, install_hint
 
 try:
@@ -22,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError(f"PackedEpisodeStorage needs torchrl: {install_hint('train')}") from error
 
-from slipstream.errors import ConfigurationError, OutOfRangeError, ReplayError, SlipstreamError, UnsupportedStateError
+from slipstream.errors import OutOfRangeError, ReplayError, SlipstreamError, UnsupportedStateError
 from slipstream.replay.checkpointer import PackedCheckpointer
 from slipstream.replay.fields import VECTORS, Packing, RowLayout
 from slipstream.replay.folder import Part
@@ -111,11 +112,8 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         threads: int | None = None,
         end_key: str | Key = ("next", "done"),
     ) -> None:
-        for name, value in (("max_size", max_size), ("ndim", ndim)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name} is {value!r}, expected a whole number from 1 up")
-        Storage.__init__(self, max_size)
-        self.ndim = ndim
+        Storage.__init__(self, require_count("max_size", max_size))
+        self.ndim = require_count("ndim", ndim)
         self.device = torch.device(device)
         self.end_key = (end_key,) if isinstance(end_key, str) else tuple(end_key)
         self._packing = Packing(jpeg, images=pack_images)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
+from slipstream.checks import require_count, require_number, require_positive
 from slipstream.errors import ConfigurationError
 
 
@@ -22,7 +22,7 @@ class FeatureExtractorConfig:
     learning_rate: float = 5e-4
 
     def __post_init__(self) -> None:
-        _require_positive("feature_extractor.learning_rate", self.learning_rate)
+        require_positive("feature_extractor.learning_rate", self.learning_rate)
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class ActorConfig:
     clip_ratio: float = 0.1
 
     def __post_init__(self) -> None:
-        _require_positive("actor.learning_rate", self.learning_rate)
-        _require_positive("actor.clip_ratio", self.clip_ratio)
+        require_positive("actor.learning_rate", self.learning_rate)
+        require_positive("actor.clip_ratio", self.clip_ratio)
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class CriticConfig:
     clip_ratio: float = 0.1
 
     def __post_init__(self) -> None:
-        _require_positive("critic.learning_rate", self.learning_rate)
-        _require_positive("critic.clip_ratio", self.clip_ratio)
+        require_positive("critic.learning_rate", self.learning_rate)
+        require_positive("critic.clip_ratio", self.clip_ratio)
 
 
 @dataclass(frozen=True)
@@ -112,38 +112,14 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         for name in ("training_frame_num", "training_epoch_num", "num_minibatches"):
-            _require_count(name, getattr(self, name))
+            require_count(name, getattr(self, name))
         for name in ("gamma", "lmbda"):
-            _require_within(name, getattr(self, name), 1.0)
+            require_number(name, getattr(self, name), 0, 1)
         for name in ("huber_delta", "max_grad_norm"):
-            _require_positive(name, getattr(self, name))
-        _require_within("entropy_loss_coefficient", self.entropy_loss_coefficient, math.inf)
-        _require_within("value_norm_beta", self.value_norm_beta, 1.0)
+            require_positive(name, getattr(self, name))
+        require_number("entropy_loss_coefficient", self.entropy_loss_coefficient, 0)
+        require_number("value_norm_beta", self.value_norm_beta, 0, 1)
         if self.value_norm_beta == 1.0:
             raise ConfigurationError("value_norm_beta is 1, expected less than 1: nothing new would ever count")
-        _require_positive("max_importance_weight", self.max_importance_weight)
-        if self.max_importance_weight < 1.0:
-            raise ConfigurationError(
-                f"max_importance_weight is {self.max_importance_weight}, expected at least 1: data of the policy "
-                "itself has the weight 1"
-            )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"{name} is {value!r}, expected a whole number of at least 1")
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not _is_number(value) or value <= 0:
-        raise ConfigurationError(f"{name} is {value!r}, expected a number above 0")
-
-
-def _require_within(name: str, value: float, most: float) -> None:
-    if not _is_number(value) or not 0 <= value <= most:
-        expected = "a number from 0 on" if most == math.inf else f"a number from 0 to {most:g}"
-        raise ConfigurationError(f"{name} is {value!r}, expected {expected}")
+        # Data of the policy itself has the weight 1 and must not be cut off.
+        require_number("max_importance_weight", self.max_importance_weight, 1)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from slipstream.checks import require_count
 from slipstream.errors import ConfigurationError, StateMismatchError
 
 IMAGE_SIZE = 224
@@ -92,8 +93,7 @@ class ImageJointEncoder(nn.Module):
         super().__init__()
         dims = {"joint_dim": joint_dim, "image_feature_dim": image_feature_dim, "fusion_dim": fusion_dim}
         for name, value in dims.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name} is {value!r}, expected a whole number from 1 up")
+            require_count(name, value)
         self.joint_dim, self.fusion_dim = joint_dim, fusion_dim
         self.left = ResNet18(image_feature_dim)
         self.right = ResNet18(image_feature_dim)

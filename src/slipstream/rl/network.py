@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from slipstream.checks import require_choice
 from slipstream.errors import ConfigurationError
 from slipstream.rl.distributions import IndependentBeta
 from slipstream.rl.folding import fold, folded_convolution, folded_linear, placement
@@ -213,8 +214,7 @@ class NavRLPolicy(TensorDictModuleBase):  # type: ignore[misc, unused-ignore]
         Raises:
             ConfigurationError: If observations are of another shape, or `choose` is something else.
         """
-        if choose not in get_args(Choice):
-            raise ConfigurationError(f"choose is {choose!r}, expected one of {', '.join(get_args(Choice))}")
+        require_choice("choose", choose, get_args(Choice))
         distribution, value = self.evaluate(tensordict)
         action = distribution.sample() if choose == "sample" else getattr(distribution, choose)
         tensordict.set(ACTION_NORMALIZED, action)

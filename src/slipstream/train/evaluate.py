@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.errors import ConfigurationError
+from slipstream.checks import require_count
 from slipstream.nav.env import NavigationEnv
 from slipstream.rl.network import Choice, NavRLPolicy
 from slipstream.rollout.batch import save_rollout_compressed
@@ -160,8 +160,7 @@ def evaluate(
     Raises:
         ConfigurationError: If there is no episode to fly.
     """
-    if episodes < 1:
-        raise ConfigurationError(f"episodes is {episodes}, expected at least 1")
+    require_count("episodes", episodes)
     tallies: list[_Tally] = []
     flights: Flights | None = None
     began, num_steps, ended_before = time.perf_counter(), 0, 0

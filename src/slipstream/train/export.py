@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from slipstream.checks import require_choice
 from slipstream.errors import ConfigurationError
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import OBSERVATION_SHAPES, NavRLPolicy
@@ -74,8 +75,7 @@ def export_policy(policy: NavRLPolicy, path: Path, kind: Format) -> Exported:
         ImportError: If ONNX is asked for and not installed.
         WriteError: If the file cannot be written.
     """
-    if kind not in get_args(Format):
-        raise ConfigurationError(f"the format is {kind!r}, expected one of {', '.join(get_args(Format))}")
+    require_choice("kind", kind, get_args(Format))
     deployed = DeployedPolicy(policy).eval()
     with torch.no_grad(), _quietly():
         content = _to_onnx(deployed) if kind == "onnx" else _to_torchscript(deployed)

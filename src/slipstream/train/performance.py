@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from slipstream.checks import require_count
+
 
 @dataclass
 class _Series:
@@ -40,8 +42,7 @@ class PerformanceMonitor:
     """
 
     def __init__(self, max_samples: int = 1000) -> None:
-        if max_samples < 1:
-            raise ValueError(f"max_samples is {max_samples}, expected at least 1")
+        require_count("max_samples", max_samples)
         self._max_samples = max_samples
         self._series: dict[str, _Series] = {}
         self._lock = threading.Lock()
@@ -93,8 +94,7 @@ class PerformanceMonitor:
 
         A name whose timer has not ended once is left out.
         """
-        if window < 1:
-            raise ValueError(f"window is {window}, expected at least 1")
+        require_count("window", window)
         with self._lock:
             known = {name: (list(s.recent)[-window:], s.total, s.count) for name, s in self._series.items() if s.count}
         found: dict[str, dict[str, float]] = {}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from slipstream.checks import require_choice, require_count, require_number
 from slipstream.text import install_hint
 
 try:
@@ -277,17 +278,16 @@ class TrainSettings:
         }
         for field in dataclasses.fields(self):
             value, lowest = getattr(self, field.name), least.get(field.name, 1)
-            if isinstance(value, int | float) and not isinstance(value, bool) and not lowest <= value < math.inf:
-                raise ConfigurationError(f"{field.name} is {value}, expected a number of at least {lowest}")
-        if self.save_compression_level > 12:
-            raise ConfigurationError(f"save_compression_level is {self.save_compression_level}, expected 0 to 12")
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                require_number(field.name, value, lowest)
+        require_count("save_compression_level", self.save_compression_level, 0, 12)
         if self.algo.feature_extractor.dyn_obs_num != OBSERVATION_SHAPES["dynamic_obstacle"][1]:
             raise ConfigurationError(
                 f"algo.feature_extractor.dyn_obs_num is {self.algo.feature_extractor.dyn_obs_num}, expected 5: "
                 "the network is NavRL's"
             )
-        _require_choice("algo.learning_rate_schedule", self.algo.learning_rate_schedule, ("constant", "linear"))
-        _require_choice("wandb.mode", self.wandb.mode, ("offline", "online", "disabled"))
+        require_choice("algo.learning_rate_schedule", self.algo.learning_rate_schedule, ("constant", "linear"))
+        require_choice("wandb.mode", self.wandb.mode, ("offline", "online", "disabled"))
         lidar, ppo = self.navigation().lidar, self.ppo()
         if (1, lidar.horizontal_beams, lidar.vertical_beams) != OBSERVATION_SHAPES["lidar"]:
             raise ConfigurationError(
@@ -408,7 +408,7 @@ def _check_known(override: Override, known: DictConfig) -> None:
     key = override.key_or_group
     if key in GROUPS:
         choices = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
-        _require_choice(key, str(override.value()), tuple(choices))
+        require_choice(key, str(override.value()), tuple(choices))
         return
     names = [*_flatten(OmegaConf.to_container(known)), *GROUPS]
     if key in names:
@@ -424,11 +424,6 @@ def _flatten(values: Any, prefix: str = "") -> Iterator[str]:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
-
-
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 
 
 def _first_line(error: Exception) -> str:
