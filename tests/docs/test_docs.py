@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as hnp
 import slipstream
 from slipstream.cli import app
 from slipstream.codecs import CODECS, Raw, codec_from_header
-from slipstream.errors import CodecError
+from slipstream.errors import CodecError, SlipstreamError
 from slipstream.train.settings import compose_settings
 
 ROOT = Path(__file__).parents[2]
@@ -27,8 +27,6 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 INLINE = re.compile(r"`(slipstream [^`]+)`")
-
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 class Block(NamedTuple):
@@ -61,10 +59,15 @@ def test_there_is_something_to_test():
     assert len(LINES) > 60
 
 
-@each_page
-def test_python_compiles(page):
-    for code in blocks(page, "python"):
-        compile(code, str(page), "exec")
+def test_python_compiles():
+    offenders = []
+    for page in PAGES:
+        for code in blocks(page, "python"):
+            try:
+                compile(code, str(page), "exec")
+            except SyntaxError as error:
+                offenders.append(f"{page.relative_to(ROOT)}: {error}")
+    assert not offenders, "\n".join(offenders)
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -76,11 +79,14 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
             yield "slipstream", node.attr
 
 
-@each_page
-def test_what_is_imported_from_here_is_there(page):
-    for code in blocks(page, "python"):
-        for module, name in imported_names(ast.parse(code)):
-            assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+def test_what_is_imported_from_here_is_there():
+    offenders = []
+    for page in PAGES:
+        for code in blocks(page, "python"):
+            for module, name in imported_names(ast.parse(code)):
+                if not hasattr(importlib.import_module(module), name):
+                    offenders.append(f"{page.relative_to(ROOT)}: {module} has no {name}")
+    assert not offenders, "\n".join(offenders)
 
 
 def anchors(page: Path) -> set[str]:
@@ -90,16 +96,20 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
 
-@each_page
-def test_links_lead_somewhere(page):
+def find_broken_links(page: Path) -> Iterator[str]:
+    """Yield the links of a page to files or headings of the repository that do not exist."""
     for link in LINK.findall(prose(page)):
         if "://" in link or link.startswith("mailto:"):
             continue
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        assert target.exists(), f"{link} leads to {target}"
-        if anchor:
-            assert anchor in anchors(target), f"{link}: {target.name} has {sorted(anchors(target))}"
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield f"{page.relative_to(ROOT)}: {link}"
+
+
+def test_links_lead_somewhere():
+    broken = [link for page in PAGES for link in find_broken_links(page)]
+    assert not broken, "\n".join(broken)
 
 
 def console_lines(page: Path) -> Iterator[tuple[str, bool]]:
@@ -124,22 +134,34 @@ def find_command(words: list[str]) -> tuple[Any, list[str]]:
     return command, words
 
 
+USAGE_ERROR: Any = typer.BadParameter.__base__
 LINES = sorted({line for page in PAGES for line in console_lines(page)})
 
 
-@pytest.mark.parametrize(("line", "is_typed"), LINES, ids=[line for line, _ in LINES])
-def test_commands_and_options_that_are_shown_exist(line, is_typed):
+def check_line(line: str, *, is_typed: bool) -> None:
+    """Raise unless a command line names a command and options that exist, and parses if it is there to be typed."""
     words = shlex.split(line)[1:]
     if words[0].isupper():  # slipstream COMMAND --help
         return
     command, rest = find_command(words)
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= {*options, "--help"}
+    unknown = {word.partition("=")[0] for word in rest if word.startswith("--")} - {*options, "--help"}
+    assert not unknown, f"there is no {', '.join(unknown)}"
     if is_typed and not hasattr(command, "commands"):
         context = command.make_context(command.name, list(rest))  # parses, and runs nothing
         overrides = context.params.get("overrides") or []
         if overrides and not any(override.startswith("resume=") for override in overrides):
             compose_settings(overrides)
+
+
+def test_commands_and_options_that_are_shown_exist():
+    offenders = []
+    for line, is_typed in LINES:
+        try:
+            check_line(line, is_typed=is_typed)
+        except (AssertionError, SlipstreamError, USAGE_ERROR) as error:
+            offenders.append(f"{line}: {error}")
+    assert not offenders, "\n".join(offenders)
 
 
 def test_every_page_is_in_the_navigation():
