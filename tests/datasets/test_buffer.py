@@ -430,7 +430,7 @@ def test_nothing_leaks_in_ten_thousand_samples(tmp_path):
         buffer.sample(1)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == files
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # threads of an earlier test may end meanwhile
     assert resident_bytes() - memory < 8 << 20
     buffer.close()
     assert len(os.listdir("/proc/self/fd")) == files - 6  # three by position, three by way of HDF5
