@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.collect.batches import is_tensordict
+from slipstream.batches import is_tensordict
 from slipstream.collect.isolation import PrivateRandomness
 from slipstream.collect.streams import Fence
 from slipstream.errors import ConfigurationError, StateMismatchError

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from slipstream.collect.batches import Batch, BatchMemory, Leaves, stamp
+from slipstream.batches import Batch, BatchMemory, Leaves, stamp
 from slipstream.collect.policy import FrozenPolicy, Weights
 from slipstream.collect.streams import Fence
 

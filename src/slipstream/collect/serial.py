@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from slipstream.batches import from_state, to_state
 from slipstream.checks import require_count
-from slipstream.collect.batches import from_state, to_state
 from slipstream.errors import StateMismatchError
 
 if TYPE_CHECKING:
