@@ -1,32 +1,135 @@
-"""A batch, whatever its type: in memory of its own, stamped, and as plain data for a checkpoint."""
+"""Batches of any kind: a TensorDict, or nested dicts, lists and tuples of tensors.
+
+`flatten` and `build` take a TensorDict apart by nested key and build it again; everything that stores batches uses
+them. `map_tensors` and the functions below it replace, copy, move and stamp the tensors of any batch. `to_state` and
+`from_state` turn a batch into plain data for a checkpoint. Importing this module does not import tensordict.
+"""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.collect.streams import Fence
 from slipstream.errors import UnsupportedStateError
 from slipstream.tree import import_tensordict
 
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
 Batch = Any
 """A TensorDict; or nested dicts, lists and tuples of tensors."""
+Key = tuple[str, ...]
+"""The nested key of a tensor in a TensorDict."""
 Path = tuple[Any, ...]
-Leaves = dict[Path, torch.Tensor]
+"""Where a tensor is in a batch: keys of dicts, positions in lists and tuples."""
 
 STAMP = ("collector", "policy_version")
-"""Where a batch tells which version of the weights collected it."""
+"""Where a batch holds the version of the weights that collected it."""
 
 
 def is_tensordict(batch: Batch) -> bool:
-    """Tell whether `batch` is a TensorDict of any kind, without importing tensordict."""
+    """Return whether `batch` is a TensorDict of any kind, without importing tensordict."""
     tensordict = sys.modules.get("tensordict")
     return tensordict is not None and isinstance(batch, tensordict.TensorDictBase)
+
+
+def flatten(batch: TensorDictBase) -> dict[Key, Any]:
+    """Return the members of a TensorDict by nested key, in order; `build` is the inverse.
+
+    A nested TensorDict becomes its batch size, a `torch.Size`, followed by its members. Tensors are not copied.
+    Anything else, such as `NonTensorData`, is returned unchanged: the caller decides what to do with it.
+
+    Raises:
+        ValueError: If a lazy stack has parts with different keys or shapes.
+    """
+    return dict(_members_of(batch, ()))
+
+
+def _members_of(node: Any, above: Key) -> Iterator[tuple[Key, Any]]:
+    tensordict = import_tensordict()
+    if isinstance(node, tensordict.LazyStackedTensorDict):
+        _check_same_keys(node, above)
+    for name in node.keys():  # noqa: SIM118 - a TensorDict iterates over its first axis
+        key = (*above, str(name))
+        try:
+            value = node.get(name)
+        except RuntimeError as error:
+            # A lazy stack cannot stack tensors of different shapes.
+            raise ValueError(f"{'/'.join(key)} has different shapes in different environments ({error})") from error
+        is_text = isinstance(value, (tensordict.NonTensorData, tensordict.NonTensorStack))
+        if tensordict.is_tensor_collection(value) and not is_text:
+            yield key, torch.Size(value.batch_size)
+            yield from _members_of(value, key)
+        elif isinstance(value, tensordict.MemoryMappedTensor):
+            yield key, value.as_subclass(torch.Tensor)
+        else:
+            yield key, value
+
+
+def _check_same_keys(stack: Any, above: Key) -> None:
+    """Raise `ValueError` if the parts of a lazy stack have different keys: the stack would hide some of them."""
+    parts = [set(part.keys(include_nested=True, leaves_only=True)) for part in stack.tensordicts]
+    ragged = sorted(map(str, set.union(*parts) - set.intersection(*parts)))
+    if ragged:
+        raise ValueError(
+            f"{'/'.join(above) or 'the batch'} is a stack whose parts have different keys: {', '.join(ragged[:3])} "
+            "are not in all of them"
+        )
+
+
+def build(
+    members: Mapping[Key, Any],
+    batch_size: tuple[int, ...],
+    *,
+    names: tuple[str | None, ...] = (),
+    device: torch.device | None = None,
+) -> TensorDictBase:
+    """Build a TensorDict from tensors by nested key; the inverse of `flatten`. Tensors are not copied.
+
+    Args:
+        members: Tensors by nested key, in order. A `torch.Size` stands for a nested TensorDict of that batch size.
+            Nested TensorDicts that are not listed are created where their first member is, with `batch_size`.
+        batch_size: The batch size of the TensorDict.
+        names: The names of its axes, if they have any.
+        device: Its device. Tensors that are elsewhere are moved.
+
+    Raises:
+        RuntimeError: If the shape of a tensor does not begin with the batch size.
+    """
+    make = import_tensordict().TensorDict
+    contents: dict[Key, dict[str, Any]] = {(): {}}
+    sizes: dict[Key, tuple[int, ...]] = {(): batch_size}
+    for key, value in members.items():
+        for depth in range(1, len(key)):
+            _open_node(contents, sizes, key[:depth], batch_size)
+        if isinstance(value, torch.Size):
+            _open_node(contents, sizes, key, value)
+        else:
+            contents[key[:-1]][key[-1]] = value
+    # Innermost first, so that every TensorDict is made once, from complete members.
+    for key in sorted(contents, key=len, reverse=True):
+        node = make(contents[key], batch_size=sizes[key], device=device)
+        if key:
+            contents[key[:-1]][key[-1]] = node
+    if any(names):
+        node.names = list(names)
+    batch: TensorDictBase = node
+    return batch
+
+
+def _open_node(
+    contents: dict[Key, dict[str, Any]], sizes: dict[Key, tuple[int, ...]], key: Key, batch_size: tuple[int, ...]
+) -> None:
+    if key in contents:
+        return
+    contents[key] = {}
+    sizes[key] = batch_size
+    # Takes the place in the order of its parent, until the TensorDict is made.
+    contents[key[:-1]][key[-1]] = None
 
 
 def map_tensors(
@@ -38,19 +141,19 @@ def map_tensors(
     """Return a new batch of the same structure, each tensor replaced; other values are deep copies.
 
     Args:
-        batch: Any.
-        function: What becomes of a tensor, given its path.
-        device: Where all tensors are then, for TensorDicts to know; None if they stay where they were.
-        path: Where `batch` is.
+        batch: Any batch.
+        function: Returns the replacement of a tensor, given its path.
+        device: The device of all replacements, to be set in TensorDicts; None if it does not change.
+        path: Where `batch` is in a larger one.
     """
     if isinstance(batch, torch.Tensor):
         return function(path, batch)
     if is_tensordict(batch):
 
-        def at(name: Any, tensor: torch.Tensor) -> torch.Tensor:
+        def replace(name: Any, tensor: torch.Tensor) -> torch.Tensor:
             return function((*path, name), tensor)
 
-        return batch.named_apply(at, nested_keys=True, device=batch.device if device is None else device)
+        return batch.named_apply(replace, nested_keys=True, device=device or batch.device)
     if isinstance(batch, Mapping):
         return {key: map_tensors(value, function, device, (*path, key)) for key, value in batch.items()}
     if type(batch) in (list, tuple):
@@ -58,8 +161,8 @@ def map_tensors(
     return copy.deepcopy(batch)
 
 
-def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
-    """Yield every tensor of a batch."""
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """Return every tensor of a batch."""
     found: list[torch.Tensor] = []
 
     def note(_: Path, tensor: torch.Tensor) -> torch.Tensor:
@@ -67,73 +170,42 @@ def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
         return tensor
 
     map_tensors(batch, note)
-    yield from found
+    return found
 
 
 def clone(batch: Batch) -> Batch:
     """Return a deep copy."""
-    return map_tensors(batch, lambda _, tensor: tensor.clone())
+
+    def clone_tensor(_: Path, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    return map_tensors(batch, clone_tensor)
 
 
 def move(batch: Batch, device: torch.device | None) -> Batch:
-    """Return the batch on a device: itself if it is there already; memory is shared where nothing has to move."""
+    """Return a batch on a device: the batch itself if it is there already. Tensors that need not move are shared."""
     if device is None:
         return batch
     if is_tensordict(batch):
         return batch if batch.device == device else batch.to(device)
     if all(tensor.device == device for tensor in tensors_of(batch)):
         return batch
-    return map_tensors(batch, lambda _, tensor: tensor.to(device))
 
+    def move_tensor(_: Path, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device)
 
-class BatchMemory:
-    """Puts each batch into memory of its own, on the device where it is wanted.
-
-    Args:
-        device: Where batches go; None leaves them where they are.
-        copy: Whether to copy what is on that device already. Not needed if its maker never touches it again.
-        reuse: Whether memory that was given back is used again.
-    """
-
-    def __init__(self, device: torch.device | None, *, copy: bool, reuse: bool) -> None:
-        self.device = device
-        self.copy = copy
-        self.reuse = reuse
-        self._free: deque[tuple[Leaves, Fence]] = deque()
-
-    def own(self, batch: Batch) -> tuple[Batch, Leaves]:
-        """Return the batch in memory of its own, and that memory, to be given back by those who want it reused."""
-        spare: Leaves = {}
-        if self._free:
-            spare, fence = self._free.popleft()
-            fence.wait()
-        memory: Leaves = {}
-
-        def put(path: Path, tensor: torch.Tensor) -> torch.Tensor:
-            memory[path] = self._put(tensor, spare.get(path))
-            return memory[path]
-
-        return map_tensors(batch, put, self.device), memory
-
-    def give_back(self, memory: Leaves, fence: Fence) -> None:
-        """Let a later batch have this memory, once whoever used it has come past the fence."""
-        if self.reuse:
-            self._free.append((memory, fence))
-
-    def _put(self, tensor: torch.Tensor, spare: torch.Tensor | None) -> torch.Tensor:
-        device = tensor.device if self.device is None else self.device
-        # Without pinned memory a non-blocking copy is at best a blocking one; from a device to the host it would be
-        # read before it is there.
-        non_blocking = device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
-        if spare is not None and (spare.shape, spare.dtype, spare.device) == (tensor.shape, tensor.dtype, device):
-            return spare.copy_(tensor, non_blocking=non_blocking)
-        return tensor.to(device, copy=self.copy or self.reuse, non_blocking=non_blocking)
+    return map_tensors(batch, move_tensor)
 
 
 def stamp(batch: Batch, version: int) -> Batch:
-    """Write down which weights collected a batch, in place: an int64 per element of a TensorDict, one in a dict."""
+    """Write into a batch which version of the weights collected it, in place.
+
+    A TensorDict gets one int64 per element, a dict gets one for the whole batch. Other batches have no place for it.
+    """
     if is_tensordict(batch):
-        device = batch.device or next((tensor.device for tensor in tensors_of(batch)), None)
+        device = batch.device
+        if device is None:
+            device = next((tensor.device for tensor in tensors_of(batch)), None)
         batch.set(STAMP, torch.full(batch.batch_size, version, dtype=torch.int64, device=device))
     elif isinstance(batch, dict):
         group, name = STAMP
@@ -142,41 +214,47 @@ def stamp(batch: Batch, version: int) -> Batch:
 
 
 def to_state(batch: Batch) -> Any:
-    """Return a batch as plain data that any checkpoint format takes, copied.
+    """Return a copy of a batch as plain data that any checkpoint format can store.
 
     Raises:
-        UnsupportedStateError: If it is a TensorDict that is not a plain one, nor can be made one.
+        UnsupportedStateError: If it is a TensorDict that cannot be made a plain one, or holds unlike objects.
     """
     if not is_tensordict(batch):
         return {"tree": clone(batch)}
     try:
         return _tensordict_to_state(batch.contiguous())
     except RuntimeError as error:
-        raise UnsupportedStateError(f"a batch that waits to be handed out cannot be stored: {error}") from error
+        raise UnsupportedStateError(f"a batch that is not consumed yet cannot be stored: {error}") from error
 
 
 def from_state(state: Mapping[str, Any]) -> Batch:
-    """Return the batch that `to_state` was given, in memory of its own."""
-    return clone(state["tree"] if "tree" in state else _tensordict_from_state(state))
+    """Return the batch that `to_state` was given, in new memory."""
+    if "tree" in state:
+        return clone(state["tree"])
+    return clone(_tensordict_from_state(state))
 
 
 def _tensordict_to_state(batch: Any) -> dict[str, Any]:
+    tensordict = import_tensordict()
     members: dict[str, Any] = {}
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
             members[key] = value.clone()
-        elif is_tensordict(value):
+        elif isinstance(value, tensordict.NonTensorData):
+            members[key] = {"value": copy.deepcopy(value.data)}
+        elif is_tensordict(value) and not isinstance(value, tensordict.NonTensorStack):
             members[key] = _tensordict_to_state(value)
         else:
-            members[key] = {"value": copy.deepcopy(value)}
-    device = None if batch.device is None else str(batch.device)
+            raise UnsupportedStateError(f"{key} is a {type(value).__qualname__}, which cannot be stored as plain data")
+    device = None
+    if batch.device is not None:
+        device = str(batch.device)
     return {"members": members, "batch_size": list(batch.batch_size), "names": list(batch.names), "device": device}
 
 
 def _tensordict_from_state(state: Mapping[str, Any]) -> Any:
-    batch = import_tensordict().TensorDict(
-        {}, batch_size=state["batch_size"], names=state["names"], device=state["device"]
-    )
+    make = import_tensordict().TensorDict
+    batch = make({}, batch_size=state["batch_size"], names=state["names"], device=state["device"])
     for key, value in state["members"].items():
         if isinstance(value, torch.Tensor):
             batch.set(key, value)

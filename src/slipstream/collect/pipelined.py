@@ -14,7 +14,8 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import nn
 
-from slipstream.batches import Batch, BatchMemory, Leaves, from_state, move, stamp, tensors_of, to_state
+from slipstream.batches import Batch, from_state, move, stamp, tensors_of, to_state
+from slipstream.collect.batches import BatchMemory, Leaves
 from slipstream.collect.isolation import PrivateRandomness, draw_seed, make_environment
 from slipstream.collect.policy import FrozenPolicy, Weights, hook_randomness
 from slipstream.collect.producer import Item, Order, Producer

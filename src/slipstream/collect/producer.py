@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from slipstream.batches import Batch, BatchMemory, Leaves, stamp
+from slipstream.batches import Batch, stamp
+from slipstream.collect.batches import BatchMemory, Leaves
 from slipstream.collect.policy import FrozenPolicy, Weights
 from slipstream.collect.streams import Fence
 

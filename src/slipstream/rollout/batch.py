@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.batches import build, flatten
 from slipstream.errors import CorruptFileError, RolloutError, naming
 from slipstream.rollout.files import RolloutFile, write_rollout, zstd_level
 from slipstream.rollout.layout import Field, Key, Layout, Node, Rollout, carrier_of, resolve_slice
@@ -149,12 +151,15 @@ class _Splitter:
         self.nodes: list[Node] = []
         self.tensors: dict[Key, torch.Tensor] = {}
         num_envs = int(np.prod(self.batch_size[: self.time_dim]))
-        for key, value in _walk(batch, ()):
-            if isinstance(value, torch.Tensor):
+        for key, value in _members_of(batch).items():
+            if isinstance(value, torch.Size):
+                self.nodes.append(Node(key, tuple(value), len(self.tensors)))
+            elif isinstance(value, torch.Tensor):
+                check_storable(value, key)
                 shape = (num_envs, self.batch_size[self.time_dim], *value.shape[self.time_dim + 1 :])
                 self.tensors[key] = settled(value).cpu().reshape(shape)
             else:
-                self.nodes.append(Node(key, tuple(value.batch_size), len(self.tensors)))
+                raise RolloutError(f"{'/'.join(key)} is not a tensor and cannot be stored; exclude it from the batch")
 
     def share(self, key: Key, root: torch.Tensor, after: torch.Tensor) -> None:
         """Store an observation and its ``next`` in one array, if that pays."""
@@ -231,35 +236,11 @@ def _find_time_dim(batch: TensorDictBase) -> int:
     return time_dim
 
 
-def _walk(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
-    """Yield the nested TensorDicts and the tensors of a batch, by key."""
-    from tensordict import LazyStackedTensorDict, MemoryMappedTensor, is_tensor_collection  # noqa: PLC0415
-    from tensordict.tensorclass import NonTensorData, NonTensorStack  # noqa: PLC0415
-
-    if isinstance(node, LazyStackedTensorDict):
-        first, *others = [set(part.keys(include_nested=True, leaves_only=True)) for part in node.tensordicts]
-        ragged = sorted({str(name) for other in others for name in first ^ other})
-        if ragged:
-            raise RolloutError(
-                f"{'/'.join(key) or 'the batch'} is a stack whose parts have different keys: {', '.join(ragged[:3])} "
-                "are not in all of them"
-            )
-    for name in node.keys():  # noqa: SIM118 - a TensorDict iterates over its first axis
-        path = (*key, str(name))
-        try:
-            value = node.get(name)
-        except RuntimeError as error:  # a stack of different shapes
-            raise RolloutError(f"{'/'.join(path)} has different shapes in different environments ({error})") from error
-        if isinstance(value, (NonTensorData, NonTensorStack)):
-            raise RolloutError(f"{'/'.join(path)} is not a tensor, and cannot be stored; exclude it from the batch")
-        if isinstance(value, MemoryMappedTensor):
-            value = value.as_subclass(torch.Tensor)
-        if is_tensor_collection(value):
-            yield path, value
-            yield from _walk(value, path)
-        else:
-            check_storable(value, path)
-            yield path, value
+def _members_of(batch: TensorDictBase) -> dict[Key, Any]:
+    try:
+        return flatten(batch)
+    except ValueError as error:
+        raise RolloutError(str(error)) from error
 
 
 def build_batch(
@@ -289,34 +270,49 @@ def build_batch(
     chosen = resolve_slice(steps, layout.num_steps, "steps")
     lead = (*env_sizes, chosen.stop - chosen.start)
     batch_size = (*lead, *layout.batch_size[layout.time_dim + 1 :])
-    members: dict[Key, torch.Tensor] = {}
+    tensors: dict[Key, torch.Tensor] = {}
     for field in layout.fields:
         if field.key in arrays:
-            members[field.key] = tensor_of(arrays[field.key], field.dtype, (*lead, *field.shape))
+            tensors[field.key] = tensor_of(arrays[field.key], field.dtype, (*lead, *field.shape))
+    members = add_nodes(layout, tensors, batch_size, complete=complete)
+    names = layout.names if envs is None else ()
     try:
-        batch = assemble(layout, members, batch_size, complete=complete)
-        if envs is None and any(layout.names):
-            batch.names = list(layout.names)
+        return build(members, batch_size, names=names)
     except (RuntimeError, ValueError) as error:
         raise CorruptFileError(f"its tensors do not form a TensorDict of size {list(batch_size)} ({error})") from error
-    return batch
 
 
-def assemble(
-    layout: Layout, members: dict[Key, torch.Tensor], batch_size: tuple[int, ...], *, complete: bool
-) -> TensorDictBase:
-    """Make a TensorDict of tensors by nested key, in the order that they had, nested batch sizes included."""
-    make = import_tensordict().TensorDict
-    batch: TensorDictBase = make({}, batch_size=batch_size)
-    order = [(node.position, 0, node.key, node.batch_size) for node in layout.nodes]
-    order += [(position, 1, item.key, ()) for position, item in enumerate(layout.fields)]
-    for _, is_tensor, key, size in sorted(order, key=lambda entry: entry[:2]):
-        if is_tensor and key in members:
-            batch.set(key, members[key])
-        elif not is_tensor and (complete or any(name[: len(key)] == key for name in members)):
-            inner = size[len(layout.batch_size) :]
-            batch.set(key, make({}, batch_size=(*batch_size, *inner)))
-    return batch
+def add_nodes(
+    layout: Layout, tensors: Mapping[Key, torch.Tensor], batch_size: tuple[int, ...], *, complete: bool
+) -> dict[Key, Any]:
+    """Return tensors and nested TensorDicts in the order of the layout, ready for `slipstream.batches.build`.
+
+    Args:
+        layout: The layout of the whole rollout.
+        tensors: Tensors of the rollout, and others, which come last.
+        batch_size: The batch size of the TensorDict to build; those of nested ones follow from it.
+        complete: Whether to include nested TensorDicts that hold none of `tensors`.
+    """
+    parents: set[Key] = set()
+    for key in tensors:
+        for depth in range(1, len(key)):
+            parents.add(key[:depth])
+    nodes_at: dict[int, list[Node]] = defaultdict(list)
+    for node in layout.nodes:
+        nodes_at[node.position].append(node)
+    members: dict[Key, Any] = {}
+    for position in range(len(layout.fields) + 1):
+        for node in nodes_at[position]:
+            if complete or node.key in parents:
+                inner = node.batch_size[len(layout.batch_size) :]
+                members[node.key] = torch.Size((*batch_size, *inner))
+        if position < len(layout.fields):
+            key = layout.fields[position].key
+            if key in tensors:
+                members[key] = tensors[key]
+    # Tensors that the layout does not know are added at the end; the others keep their place.
+    members.update(tensors)
+    return members
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.batches import build
 from slipstream.codecs import Codec
 from slipstream.errors import RolloutError
-from slipstream.rollout.batch import assemble, split_batch, tensor_of
+from slipstream.rollout.batch import add_nodes, split_batch, tensor_of
 from slipstream.rollout.files import codec_for, zstd_level
 from slipstream.rollout.layout import Field, Key, Layout, carrier_of
 from slipstream.store.container import check_payload
@@ -340,15 +341,15 @@ class CompressedTensorDict:
         """Return steps by their numbers, environment by environment; all of them if None."""
         shape = self._batch_size if numbers is None else numbers.shape
         tensors = self._read(list(self._fields), numbers)
-        members = {path: tensor.reshape(*shape, *tensor.shape[1:]) for path, tensor in tensors.items()}
+        for path, tensor in tensors.items():
+            tensors[path] = tensor.reshape(*shape, *tensor.shape[1:])
         layout = self._content.layout
-        batch = assemble(layout, members, tuple(shape), complete=False)
-        for path, tensor in members.items():
-            if isinstance(self._fields[path], torch.Tensor):  # set later, so that the layout does not know of it
-                batch.set(path, tensor)
-        if tuple(shape) == layout.batch_size and numbers is None and any(layout.names):
-            batch.names = list(layout.names)
-        return self._out(batch)
+        # Axes keep their names only while they are the axes of the batch that was packed.
+        names: tuple[str | None, ...] = ()
+        if numbers is None and tuple(shape) == layout.batch_size:
+            names = layout.names
+        members = add_nodes(layout, tensors, tuple(shape), complete=False)
+        return self._out(build(members, tuple(shape), names=names))
 
     def _read(self, paths: list[Key], numbers: torch.Tensor | None) -> dict[Key, torch.Tensor]:
         """Read steps; at most one group of each array per thread is decoded at a time, besides what is in the cache."""
