@@ -25,7 +25,7 @@ from slipstream.codecs.base import (
     unzigzag,
     zigzag,
 )
-from slipstream.codecs.planes import BLOCK_BYTES, PlaneCodec, expect_end, pack_words, unpack_words
+from slipstream.codecs.planes import BLOCK_BYTES, BlockReader, PlaneCodec, WordKind, encode_words, word_kind
 from slipstream.errors import CodecError
 from slipstream.memory import scratch
 
@@ -93,7 +93,7 @@ class Difference(PlaneCodec):
     def _encode(self, words: Words, layout: Layout) -> bytes:
         reference = self._reference_words()
         floating = self._is_floating(layout)
-        pieces = [bytes([floating])]
+        parts = [bytes([floating])]
         for block in _blocks(words):
             mine = scratch("mine", words[block].size, words.dtype)
             other = scratch("other", words[block].size, words.dtype)
@@ -101,25 +101,25 @@ class Difference(PlaneCodec):
             _to_ordered(reference[block], other, floating)
             np.subtract(mine, other, out=mine)
             zigzag(mine, mine)
-            pieces += pack_words(mine, rotate=False, squeeze=True, level=self.level)
-        return b"".join(pieces)
+            parts += encode_words(mine, WordKind.DIFFERENCES, self.level)
+        return b"".join(parts)
 
     def _decode(self, payload: memoryview, out: Words, layout: Layout) -> None:
         if not payload or payload[0] > 1:
             raise CodecError("difference payload starts with an invalid flag, expected 0 or 1")
         reference = self._reference_words()
         floating = bool(payload[0])
-        used = 1
+        reader = BlockReader(payload, start=1)
         for block in _blocks(out):
             mine = scratch("mine", out[block].size, out.dtype)
             other = scratch("other", out[block].size, out.dtype)
-            used += unpack_words(payload[used:], mine)
+            reader.read_words(mine)
             unzigzag(mine, mine)
             # Read the reference before writing `out`: it may be the same memory.
             _to_ordered(reference[block], other, floating)
             np.add(mine, other, out=mine)
             _from_ordered(mine, out[block], floating)
-        expect_end(payload, used)
+        reader.expect_end()
 
 
 def _blocks(words: Words) -> Iterator[slice]:
@@ -205,14 +205,14 @@ class Timewise(PlaneCodec):
             head |= _FLOATING
         if mode == _PLAIN:
             head |= _WHOLE
-        pieces = [bytes([head])]
+        parts = [bytes([head])]
         for tile in _tiles(series.shape, BLOCK_BYTES // words.dtype.itemsize):
-            pieces += _pack_tile(series[tile], mode, floating, self.level)
-        return b"".join(pieces)
+            parts += _encode_tile(series[tile], mode, floating, self.level)
+        return b"".join(parts)
 
     def _decode(self, payload: memoryview, out: Words, layout: Layout) -> None:
         if not out.size:
-            expect_end(payload, 0)
+            BlockReader(payload).expect_end()
             return
         if not payload:
             raise CodecError("timewise payload is empty, but the array is not")
@@ -221,10 +221,10 @@ class Timewise(PlaneCodec):
             raise CodecError(f"timewise payload starts with {payload[0]}, which is not a valid mode")
         floating = bool(payload[0] & _FLOATING)
         series = out.reshape(_series_shape(layout.shape, out.size))
-        used = 1
+        reader = BlockReader(payload, start=1)
         for tile in _tiles(series.shape, BLOCK_BYTES // out.dtype.itemsize):
-            used += _unpack_tile(payload[used:], series[tile], mode, floating)
-        expect_end(payload, used)
+            _decode_tile(reader, series[tile], mode, floating)
+        reader.expect_end()
 
 
 def _series_shape(shape: tuple[int, ...], num_words: int) -> tuple[int, int, int]:
@@ -259,25 +259,27 @@ def _best_mode(series: Words, floating: bool, level: int) -> int:
         return _PLAIN
     sizes = {}
     for mode in (_XOR, _ORDERED, _LINEAR, _PLAIN):
-        sizes[mode] = sum(map(len, _pack_tile(sample, mode, floating, level)))
+        sizes[mode] = sum(map(len, _encode_tile(sample, mode, floating, level)))
     return min(sizes, key=sizes.__getitem__)
 
 
-def _pack_tile(tile: Words, mode: int, floating: bool, level: int) -> list[bytes]:
+def _encode_tile(tile: Words, mode: int, floating: bool, level: int) -> list[bytes]:
     """Encode a contiguous tile: its first step, then the later ones with time innermost."""
     moved, first, later = _memory_for(tile)
     first[:] = tile[:, 0]
     if mode == _PLAIN:
         # First and later steps are alike, so they are encoded as one array.
         later[:] = tile[:, 1:].transpose(0, 2, 1)
-        return pack_words(moved, rotate=floating, squeeze=floating, level=level)
-    pieces = pack_words(moved[: first.size], rotate=floating, squeeze=floating, level=level)
+        return encode_words(moved, word_kind(floating), level)
+    parts = encode_words(moved[: first.size], word_kind(floating), level)
     if later.size:
         steps = scratch("mine", later.size, tile.dtype).reshape(tile[:, 1:].shape)
         _subtract_neighbours(tile, mode, floating, steps)
         later[:] = steps.transpose(0, 2, 1)
-        pieces += pack_words(moved[first.size :], rotate=False, squeeze=mode >= _ORDERED, level=level)
-    return pieces
+        # Bits that changed are not small numbers, so they are encoded as integers.
+        kind = WordKind.INTEGERS if mode == _XOR else WordKind.DIFFERENCES
+        parts += encode_words(moved[first.size :], kind, level)
+    return parts
 
 
 def _memory_for(tile: Words) -> tuple[Words, Words, Words]:
@@ -306,20 +308,19 @@ def _subtract_neighbours(tile: Words, mode: int, floating: bool, out: Words) -> 
     zigzag(flat, flat)
 
 
-def _unpack_tile(payload: memoryview, tile: Words, mode: int, floating: bool) -> int:
-    """Fill a tile from the front of `payload`; returns the number of bytes used."""
+def _decode_tile(reader: BlockReader, tile: Words, mode: int, floating: bool) -> None:
+    """Fill a tile from the next blocks."""
     moved, first, later = _memory_for(tile)
     if mode == _PLAIN | _WHOLE:
-        used = unpack_words(payload, moved)
+        reader.read_words(moved)
     else:
-        used = unpack_words(payload, moved[: first.size])
-        used += unpack_words(payload[used:], moved[first.size :])
+        reader.read_words(moved[: first.size])
+        reader.read_words(moved[first.size :])
     if mode in (_XOR, _ORDERED, _LINEAR) and later.size:
         _add_neighbours(tile, first, later, mode, floating)
     else:
         tile[:, 0] = first
         tile[:, 1:] = later.transpose(0, 2, 1)
-    return used
 
 
 def _add_neighbours(tile: Words, first: Words, later: Words, mode: int, floating: bool) -> None:

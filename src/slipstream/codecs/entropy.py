@@ -1,13 +1,12 @@
-"""Entropy coding of one byte plane: stored, constant, bits, or a zstd frame, decided by trying a sample.
+"""Entropy coding of one plane of bytes: stored, constant, packed bits or a zstd frame, decided on a sample.
 
-A plane whose bytes use some of their bits only (flags, small numbers, the lowest bytes of words that were shifted) may
-be stored as those bits: smaller than Huffman codes, whose symbols take a whole bit at least, and many times as fast.
-Bits side by side are taken four, two and one at a time, each from places far apart: to put them together again takes a
-few operations on whole arrays.
+Some planes use only a few bits of each byte: flags, small numbers, the lowest bytes of shifted words. Those bits can be
+packed. That is smaller than Huffman coding, which spends at least one bit per symbol, and many times as fast. Adjacent
+bits are packed in groups of 4, 2 and 1. Unpacking takes a few whole-array operations.
 
-Two zstd settings compete. Match finding (an ordinary level) wins on planes with repeats, as in time series. On the
-exponent plane of weights it loses to plain Huffman coding by 20 %, because short accidental matches cost more than the
-literals they replace: there the frame is made with match finding all but switched off. Both are ordinary frames.
+Otherwise two zstd settings compete. Match finding (an ordinary level) wins on planes with repeats, as in time series.
+On the exponent plane of weights it loses to plain Huffman coding by 20 %: short accidental matches cost more than the
+literals they replace. There, match finding is all but switched off. Both settings write ordinary zstd frames.
 """
 
 from __future__ import annotations
@@ -22,52 +21,56 @@ from numpy.typing import NDArray
 from slipstream.errors import CodecError
 from slipstream.memory import scratch
 
-STORED, FRAME, CONSTANT, BITS, PARTS = 0, 1, 2, 3, 4
+# Kinds of planes, as files name them.
+STORED = 0
+ZSTD_FRAME = 1
+CONSTANT = 2
+SINGLE_BITS = 3
+BIT_GROUPS = 4
 
 SAMPLE_BYTES = 4 << 10
-"""How much of a plane is tried."""
+"""How much of a plane is compressed to decide its kind."""
 
-_HUFFMAN_LEVEL = 0
-# A plane that shrinks by less than this is stored: decoding it would cost more than reading the bytes.
+# The level of `compress_zstd` that stands for Huffman coding almost without matches.
+HUFFMAN_LEVEL = 0
+
+# A plane that shrinks by less than this is stored: decoding it would take longer than reading the saved bytes.
 _WORTHWHILE = 0.985
-# One that shrinks to less than this does so by repeats: symbols take an eighth of a byte at least.
+# Below this, repeats are the reason: a Huffman code takes at least an eighth of a byte per byte.
 _MATCHED = 0.125
 
-_contexts = threading.local()
+Bytes = NDArray[np.uint8]
 
 
-def _compressor(level: int) -> zstandard.ZstdCompressor:
-    """Return this thread's compressor; contexts are costly to build and must not be shared between threads."""
-    cache: dict[int, zstandard.ZstdCompressor] = _contexts.__dict__.setdefault("compressors", {})
-    if level not in cache:
-        if level == _HUFFMAN_LEVEL:
-            parameters = zstandard.ZstdCompressionParameters(
-                strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, window_log=18, target_length=0
-            )
-            cache[level] = zstandard.ZstdCompressor(compression_params=parameters)
-        else:
-            cache[level] = zstandard.ZstdCompressor(level=level)
-    return cache[level]
+class _Contexts(threading.local):
+    """The zstd contexts of one thread: they are expensive to create and must not be shared between threads."""
+
+    def __init__(self) -> None:
+        self.compressors: dict[int, zstandard.ZstdCompressor] = {}
+        self.decompressor: zstandard.ZstdDecompressor | None = None
+
+
+_contexts = _Contexts()
 
 
 def check_level(level: int) -> None:
-    """Raise `CodecError` unless `level` is one zstd has."""
+    """Raise `CodecError` unless `level` is a zstd level."""
     if not isinstance(level, int) or isinstance(level, bool) or not 1 <= level <= zstandard.MAX_COMPRESSION_LEVEL:
         raise CodecError(
             f"zstd level is {level!r}, expected a whole number from 1 to {zstandard.MAX_COMPRESSION_LEVEL}"
         )
 
 
-def compress_zstd(data: NDArray[np.uint8], level: int) -> bytes:
-    """Compress bytes into one zstd frame that records its content size."""
+def compress_zstd(data: Bytes, level: int) -> bytes:
+    """Compress bytes into one zstd frame that records its content size; `HUFFMAN_LEVEL` finds almost no matches."""
     return _compressor(level).compress(data.data)
 
 
 def decompress_zstd(frame: memoryview, size: int) -> bytes:
-    """Decompress one frame that must hold exactly `size` bytes; memory is bounded by `size` whatever the frame claims.
+    """Decompress one zstd frame of exactly `size` bytes. Allocates no more than that, whatever the frame claims.
 
     Raises:
-        CodecError: if the frame is damaged, of another size, or followed by anything else.
+        CodecError: If the frame is damaged, has another size, or is followed by other data.
     """
     try:
         claimed = zstandard.frame_content_size(frame)
@@ -85,18 +88,22 @@ def decompress_zstd(frame: memoryview, size: int) -> bytes:
 
 
 def decompress_into(out: memoryview, frames: Sequence[bytes | memoryview], size: int, *, skip: int = 0) -> None:
-    """Decompress many small frames, one after another into `out`: as `decompress_zstd`, in as tight a loop as can be.
+    """Decompress many small zstd frames, one after another, into `out`.
+
+    The same as `decompress_zstd` for each of them, in a tight loop.
 
     Args:
-        out: Memory for all of them.
+        out: Memory for the content of all frames.
         frames: One zstd frame each.
-        size: How many bytes each must hold.
-        skip: How many bytes stand before each frame.
+        size: Content size of each frame.
+        skip: Number of bytes before each frame.
 
     Raises:
-        CodecError: if a frame is damaged, of another size, or followed by anything else.
+        CodecError: If a frame is damaged, has another size, or is followed by other data.
     """
-    unpack, claimed = decompressor().decompress, zstandard.frame_content_size
+    # Bind the functions once: looking them up per frame takes a tenth of the time.
+    unpack = decompressor().decompress
+    claimed = zstandard.frame_content_size
     place = 0
     try:
         for frame in frames:
@@ -111,139 +118,192 @@ def decompress_into(out: memoryview, frames: Sequence[bytes | memoryview], size:
 
 def decompressor() -> zstandard.ZstdDecompressor:
     """Return this thread's decompressor."""
-    context: zstandard.ZstdDecompressor | None = _contexts.__dict__.get("decompressor")
-    if context is None:
-        context = _contexts.decompressor = zstandard.ZstdDecompressor()
-    return context
+    if _contexts.decompressor is None:
+        _contexts.decompressor = zstandard.ZstdDecompressor()
+    return _contexts.decompressor
 
 
-def pack_plane(plane: NDArray[np.uint8], level: int) -> tuple[int, bytes]:
-    """Code one plane of bytes in whichever way is smallest, judged on a sample from its middle.
+def _compressor(level: int) -> zstandard.ZstdCompressor:
+    """Return this thread's compressor for a level."""
+    if level not in _contexts.compressors:
+        _contexts.compressors[level] = _new_compressor(level)
+    return _contexts.compressors[level]
+
+
+def _new_compressor(level: int) -> zstandard.ZstdCompressor:
+    if level != HUFFMAN_LEVEL:
+        return zstandard.ZstdCompressor(level=level)
+    # Long minimum matches and a tiny hash table: next to nothing is found, and literals are Huffman-coded.
+    parameters = zstandard.ZstdCompressionParameters(
+        strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, window_log=18, target_length=0
+    )
+    return zstandard.ZstdCompressor(compression_params=parameters)
+
+
+def encode_plane(plane: Bytes, level: int) -> tuple[int, bytes]:
+    """Encode one plane in the way that a sample from its middle suggests.
 
     Returns:
-        The kind (`STORED`, `FRAME`, `CONSTANT`, `BITS` or `PARTS`) and the payload.
+        The kind (`STORED`, `ZSTD_FRAME`, `CONSTANT`, `SINGLE_BITS` or `BIT_GROUPS`) and the payload.
     """
     size = plane.size
-    if size and plane.min() == plane.max():
+    if not size:
+        return STORED, b""
+    if plane.min() == plane.max():
         return CONSTANT, plane[:1].tobytes()
+
     start = max(0, (size - SAMPLE_BYTES) // 2)
     sample = plane[start : start + SAMPLE_BYTES]
-    trial, best = _try(sample, level)
-    used = int(np.bitwise_or.reduce(plane)) if size else 0
-    if size and used.bit_count() < 8 and len(trial) >= sample.size * used.bit_count() / 8 * _WORTHWHILE:
-        return (PARTS, _pack_parts(plane, used)) if _is_run(used) else (BITS, _pack_bits(plane, used))
+    trial, best_level = _compress_sample(sample, level)
+
+    # Pack bits unless zstd makes the sample smaller than the bits in use.
+    used = int(np.bitwise_or.reduce(plane))
+    num_used = used.bit_count()
+    if num_used < 8 and len(trial) >= sample.size * num_used / 8 * _WORTHWHILE:
+        if _is_run(used):
+            return BIT_GROUPS, _pack_groups(plane, used)
+        return SINGLE_BITS, _pack_bits(plane, used)
+
     if len(trial) < sample.size * _WORTHWHILE:
-        frame = trial if sample.size == size else compress_zstd(plane, best)
+        # A small plane is its sample: compressed already.
+        frame = trial if sample.size == size else compress_zstd(plane, best_level)
         if len(frame) < size:
-            return FRAME, frame
+            return ZSTD_FRAME, frame
     return STORED, plane.tobytes()
 
 
-def is_noise(sample: NDArray[np.uint8], level: int) -> bool:
-    """Tell whether a sample of bytes does not shrink."""
-    return len(_try(sample, level)[0]) >= sample.size * _WORTHWHILE
+def decode_plane(kind: int, payload: memoryview, size: int) -> Bytes:
+    """Undo `encode_plane`. Returns the bytes, or a single byte that stands for all of them if the plane is constant.
 
-
-def _try(sample: NDArray[np.uint8], level: int) -> tuple[bytes, int]:
-    """Compress a sample; returns the smallest frame, and the level that made it."""
-    frame = compress_zstd(sample, level)
-    if len(frame) > sample.size * _MATCHED:
-        huffman = compress_zstd(sample, _HUFFMAN_LEVEL)
-        if len(huffman) < len(frame):
-            return huffman, _HUFFMAN_LEVEL
-    return frame, level
-
-
-def unpack_plane(kind: int, payload: memoryview, size: int) -> NDArray[np.uint8]:
-    """Undo `pack_plane`: the plane's bytes, or a single byte that stands for all of them if it is constant."""
+    Raises:
+        CodecError: If the payload is damaged or belongs to a plane of another size.
+    """
     if kind == STORED:
         if len(payload) != size:
-            raise CodecError(f"stored plane holds {len(payload)} bytes, expected {size}")
+            raise CodecError(f"stored plane has {len(payload)} bytes, expected {size}")
         return np.frombuffer(payload, np.uint8)
-    if kind == FRAME:
+    if kind == ZSTD_FRAME:
         return np.frombuffer(decompress_zstd(payload, size), np.uint8)
     if kind == CONSTANT and len(payload) == 1:
         return np.frombuffer(payload, np.uint8)
-    if kind == BITS and payload and len(payload) == 1 + payload[0].bit_count() * -(-size // 8):
-        return _unpack_bits(payload, size)
-    if kind == PARTS and payload and len(payload) == 1 + sum(_parts_of(payload[0])) * -(-size // 8):
-        return _unpack_parts(payload, size)
-    raise CodecError(f"plane of kind {kind} with {len(payload)} bytes is not one this codec writes")
+    # Packed bits start with a byte that says which bits are in use. Each of them takes one bit per byte of the plane.
+    if payload and len(payload) == 1 + payload[0].bit_count() * _packed_bytes(size):
+        if kind == SINGLE_BITS:
+            return _unpack_bits(payload, size)
+        if kind == BIT_GROUPS and _is_run(payload[0]):
+            return _unpack_groups(payload, size)
+    raise CodecError(f"plane of kind {kind} with {len(payload)} bytes is invalid for {size} bytes of content")
 
 
-def _pack_bits(plane: NDArray[np.uint8], used: int) -> bytes:
-    """Return which bits are used, then each of them, the lowest first, for all bytes."""
-    one = np.empty_like(plane)
-    pieces = [bytes([used])]
+def is_noise(sample: Bytes, level: int) -> bool:
+    """Return whether a sample of bytes is incompressible."""
+    frame, _ = _compress_sample(sample, level)
+    return len(frame) >= sample.size * _WORTHWHILE
+
+
+def _compress_sample(sample: Bytes, level: int) -> tuple[bytes, int]:
+    """Compress a sample with and without match finding; returns the smaller frame and its level."""
+    frame = compress_zstd(sample, level)
+    # Huffman coding cannot win against repeats.
+    if len(frame) <= sample.size * _MATCHED:
+        return frame, level
+    huffman = compress_zstd(sample, HUFFMAN_LEVEL)
+    if len(huffman) < len(frame):
+        return huffman, HUFFMAN_LEVEL
+    return frame, level
+
+
+def _packed_bytes(size: int) -> int:
+    """Return the number of bytes that one bit of each of `size` bytes takes."""
+    return -(-size // 8)
+
+
+def _pack_bits(plane: Bytes, used: int) -> bytes:
+    """Return the bits in use, then each of them for all bytes, the lowest first."""
+    one_bit = np.empty_like(plane)
+    parts = [bytes([used])]
     for bit in _bits_of(used):
-        np.bitwise_and(plane, bit, out=one)
-        pieces.append(np.packbits(one).tobytes())
-    return b"".join(pieces)
+        np.bitwise_and(plane, bit, out=one_bit)
+        parts.append(np.packbits(one_bit).tobytes())
+    return b"".join(parts)
 
 
-def _unpack_bits(payload: memoryview, size: int) -> NDArray[np.uint8]:
+def _unpack_bits(payload: memoryview, size: int) -> Bytes:
+    """Undo `_pack_bits`."""
     plane = np.zeros(size, np.uint8)
-    packed = np.frombuffer(payload, np.uint8)[1:].reshape(-1, -(-size // 8))
-    for bit, row in zip(_bits_of(payload[0]), packed, strict=True):
+    rows = np.frombuffer(payload, np.uint8)[1:].reshape(-1, _packed_bytes(size))
+    for bit, row in zip(_bits_of(payload[0]), rows, strict=True):
         ones = np.unpackbits(row, count=size)
         np.multiply(ones, np.uint8(bit), out=ones)
         np.bitwise_or(plane, ones, out=plane)
     return plane
 
 
-def _pack_parts(plane: NDArray[np.uint8], used: int) -> bytes:
-    """Return which bits are used, then four, two and one of them at a time, as many as there are, the lowest first."""
-    pieces = [bytes([used])]
-    place = _lowest(used)
-    some = scratch("part", -(-plane.size // 8) * 8, plane.dtype)
-    for bits in _parts_of(used):
-        np.right_shift(plane, place, out=some[: plane.size])
-        some[plane.size :] = 0
-        np.bitwise_and(some, (1 << bits) - 1, out=some)
-        rows = some.reshape(8 // bits, -1)
-        np.multiply(rows, np.uint8(1) << _places(bits), out=rows)
-        pieces.append(np.bitwise_or.reduce(rows, axis=0).tobytes())
-        place += bits
-    return b"".join(pieces)
+def _bits_of(used: int) -> list[int]:
+    """Return the masks of the bits in use, the lowest first."""
+    masks = [1 << place for place in range(8)]
+    return [mask for mask in masks if used & mask]
 
 
-def _unpack_parts(payload: memoryview, size: int) -> NDArray[np.uint8]:
+def _pack_groups(plane: Bytes, used: int) -> bytes:
+    """Return the bits in use, then groups of four, two and one of them, the lowest bits first.
+
+    The plane is padded to a multiple of eight bytes and cut into as many rows as groups fit into a byte. A packed byte
+    holds the groups of one column: packing and unpacking are operations on whole rows.
+    """
+    parts = [bytes([used])]
+    place = _lowest_place(used)
+    group = scratch("part", 8 * _packed_bytes(plane.size), plane.dtype)
+    for num_bits in _groups_of(used):
+        np.right_shift(plane, place, out=group[: plane.size])
+        group[plane.size :] = 0
+        np.bitwise_and(group, (1 << num_bits) - 1, out=group)
+        rows = group.reshape(8 // num_bits, -1)
+        np.multiply(rows, np.uint8(1) << _row_places(num_bits), out=rows)
+        parts.append(np.bitwise_or.reduce(rows, axis=0).tobytes())
+        place += num_bits
+    return b"".join(parts)
+
+
+def _unpack_groups(payload: memoryview, size: int) -> Bytes:
+    """Undo `_pack_groups`."""
     used = payload[0]
-    place = _lowest(used)
-    plane = np.empty(-(-size // 8) * 8, np.uint8)
-    some = scratch("part", plane.size, plane.dtype)
+    place = _lowest_place(used)
+    plane = np.empty(8 * _packed_bytes(size), np.uint8)
+    group = scratch("part", plane.size, plane.dtype)
     packed = np.frombuffer(payload, np.uint8)[1:]
-    for number, bits in enumerate(_parts_of(used)):
-        into = some if number else plane
-        rows = into.reshape(8 // bits, -1)
-        np.right_shift(packed[: rows.shape[1]], _places(bits), out=rows)
-        np.bitwise_and(into, (1 << bits) - 1, out=into)
-        np.multiply(into, 1 << place, out=into)  # ten times as fast as to shift bytes to the left
-        if number:
-            np.bitwise_or(plane, some, out=plane)
-        packed = packed[rows.shape[1] :]
-        place += bits
+    # The first group is unpacked in place, the others are added to it.
+    target = plane
+    for num_bits in _groups_of(used):
+        rows = target.reshape(8 // num_bits, -1)
+        row_bytes = rows.shape[1]
+        np.right_shift(packed[:row_bytes], _row_places(num_bits), out=rows)
+        np.bitwise_and(target, (1 << num_bits) - 1, out=target)
+        # Ten times as fast as shifting bytes to the left.
+        np.multiply(target, 1 << place, out=target)
+        if target is not plane:
+            np.bitwise_or(plane, target, out=plane)
+        packed = packed[row_bytes:]
+        place += num_bits
+        target = group
     return plane[:size]
 
 
-def _parts_of(used: int) -> list[int]:
-    """Return how many bits are taken at a time, one after another."""
-    return [bits for bits in (4, 2, 1) if used.bit_count() & bits] if _is_run(used) else []
+def _groups_of(used: int) -> list[int]:
+    """Return the sizes of the groups that a run of bits is packed in."""
+    return [num_bits for num_bits in (4, 2, 1) if used.bit_count() & num_bits]
 
 
-def _places(bits: int) -> NDArray[np.uint8]:
-    """Return where in a byte numbers of so many bits lie, as a column."""
-    return np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+def _row_places(num_bits: int) -> Bytes:
+    """Return where in a byte the groups of each row are placed, as a column."""
+    return np.arange(0, 8, num_bits, dtype=np.uint8)[:, None]
 
 
 def _is_run(used: int) -> bool:
-    """Tell whether two bits to seven are used, side by side."""
-    return 1 < used.bit_count() < 8 and used == (1 << used.bit_length()) - (1 << _lowest(used))
+    """Return whether two to seven adjacent bits are in use."""
+    return 1 < used.bit_count() < 8 and used == (1 << used.bit_length()) - (1 << _lowest_place(used))
 
 
-def _lowest(used: int) -> int:
+def _lowest_place(used: int) -> int:
+    """Return the number of the lowest bit in use."""
     return (used & -used).bit_length() - 1
-
-
-def _bits_of(used: int) -> list[int]:
-    return [1 << number for number in range(8) if used >> number & 1]

@@ -24,7 +24,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from slipstream.codecs.entropy import compress_zstd, decompress_into, decompress_zstd, decompressor
+from slipstream.codecs.entropy import HUFFMAN_LEVEL, compress_zstd, decompress_into, decompress_zstd, decompressor
 from slipstream.errors import CodecError
 from slipstream.memory import scratch, scratch_scope
 from slipstream.replay.stacks import (
@@ -46,7 +46,6 @@ PackedColumn = tuple[NDArray[np.int64], list[bytes]]
 SEGMENT_ROWS = 4
 _SEGMENT_BYTES = 64 << 10
 _LEVEL = 1
-_HUFFMAN = 0
 _BLOCK_BYTES = 2 << 20
 _CACHED_BYTES = 1 << 20
 _SCRATCH_BYTES = 16 << 20
@@ -302,7 +301,7 @@ def _best_way(image: NDArray[np.uint8]) -> tuple[int, int]:
     sizes = {
         (lines, level): len(compress_zstd(pixels.reshape(-1), level)) * penalty
         for lines, pixels in variants
-        for level, penalty in ((_HUFFMAN, 1.0), (_LEVEL, 1.1))
+        for level, penalty in ((HUFFMAN_LEVEL, 1.0), (_LEVEL, 1.1))
     }
     return min(sizes, key=sizes.__getitem__)
 
