@@ -5,7 +5,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from typing import Any
 
@@ -32,7 +31,8 @@ from slipstream.errors import BackgroundError, ConfigurationError, StateMismatch
 NUM_ENVS = 3
 STEPS = 4
 FRAMES = NUM_ENVS * STEPS
-AHEAD = [1, 2, 4]
+AHEAD = [1, 3]
+PATIENCE_S = 60.0  # for what happens soon, on any machine
 
 
 class CountingEnv(EnvBase):  # type: ignore[misc, unused-ignore]
@@ -46,14 +46,22 @@ class CountingEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self.fail_at = fail_at
         self.noise = noise
         self.num_steps = 0
+        self.stepped = threading.Condition()
         self.seeds: list[Any] = []
+
+    def wait_for_batch(self, index: int) -> None:
+        """Block until the last step of a batch has been taken."""
+        with self.stepped:
+            assert self.stepped.wait_for(lambda: self.num_steps >= (index + 1) * STEPS, PATIENCE_S)
 
     def _reset(self, tensordict=None, **_):
         self.num_steps = 0
         return TensorDict({"observation": torch.zeros(NUM_ENVS, 1)}, self.batch_size)
 
     def _step(self, tensordict):
-        self.num_steps += 1
+        with self.stepped:
+            self.num_steps += 1
+            self.stepped.notify_all()
         if self.num_steps == self.fail_at:
             raise_in_the_simulator()
         observation = torch.full((NUM_ENVS, 1), float(self.num_steps))
@@ -120,12 +128,19 @@ class Numbers:
     def __init__(self, length: int = 12) -> None:
         self.length = length
         self.position = 0
+        self.moved = threading.Condition()
         self.policy = Uniform()
         self.generator = torch.Generator().manual_seed(3)
 
+    def wait_for(self, position: int) -> None:
+        with self.moved:
+            assert self.moved.wait_for(lambda: self.position >= position, PATIENCE_S)
+
     def __iter__(self):
         while self.position < self.length:
-            self.position += 1
+            with self.moved:
+                self.position += 1
+                self.moved.notify_all()
             yield {
                 "position": torch.tensor([self.position]),
                 "drawn": {"global": torch.rand(2), "own": torch.rand(2, generator=self.generator)},
@@ -226,12 +241,13 @@ def test_a_batch_is_never_overwritten(same_memory, prefetch_count):
 
 @pytest.mark.parametrize("prefetch_count", AHEAD)
 def test_reused_memory_is_left_alone_until_the_next_batch_is_asked_for(prefetch_count):
-    base = make_base(batches=12, return_same_td=True)
+    env = CountingEnv()
+    base = make_base(batches=12, env=env, return_same_td=True)
     addresses = set()
     for index, batch in enumerate(PipelinedDataCollector(base, "cpu", prefetch_count, reuse_buffers=True)):
         batch["advantage"] = batch["observation"] * 2  # what the consumer adds and takes away does not matter
         del batch["action"]
-        time.sleep(0.002)
+        env.wait_for_batch(min(index + prefetch_count, 11))
         assert observations(batch) == expected_observations(index)
         addresses.add(batch["observation"].data_ptr())
     assert len(addresses) <= prefetch_count + 1
@@ -279,21 +295,26 @@ def test_an_iterable_that_can_be_iterated_again_is_iterated_again():
 def test_weights_that_change_all_the_time_never_tear(prefetch_count, same_memory):
     policy = uniform_policy(size=20_000)
     weight = policy.module.weight
-    base = make_base(policy, batches=15, return_same_td=same_memory)
-    for batch in PipelinedDataCollector(base, "cpu", prefetch_count):
+    env = CountingEnv()
+    base = make_base(policy, batches=15, env=env, return_same_td=same_memory)
+    for index, batch in enumerate(PipelinedDataCollector(base, "cpu", prefetch_count)):
         actions = batch["action"].unique()
         assert actions.numel() == 1, "one set of weights in a batch"
         assert float(actions) < 1000, "and that all of one moment"
-        until = time.perf_counter() + 0.005
-        while time.perf_counter() < until:
+        # A step of the optimizer that lasts until the next batch is collected, and a little longer.
+        num_steps = min(index + 2, 15) * STEPS
+        is_collected = False
+        while not is_collected:
+            is_collected = env.num_steps >= num_steps
             for part in weight.data.chunk(7):
-                part.add_(1e-3)  # a step that takes its time
+                part.add_(1e-3)
 
 
 @pytest.mark.parametrize("prefetch_count", AHEAD)
 def test_a_batch_is_as_many_updates_old_as_batches_are_collected_ahead(prefetch_count):
     policy = uniform_policy()
-    collector = PipelinedDataCollector(make_base(policy, batches=10), "cpu", prefetch_count)
+    env = CountingEnv()
+    collector = PipelinedDataCollector(make_base(policy, batches=10, env=env), "cpu", prefetch_count)
     for index, batch in enumerate(collector):
         version = max(0, index - prefetch_count)
         assert batch["collector", "policy_version"].unique().tolist() == [version]
@@ -301,7 +322,8 @@ def test_a_batch_is_as_many_updates_old_as_batches_are_collected_ahead(prefetch_
         assert collector.staleness() == index - version
         with torch.no_grad():
             policy.module.weight += 1
-        time.sleep(0.002 * (index % 2))
+        if index % 2:
+            env.wait_for_batch(min(index + prefetch_count, 9))
 
 
 def test_the_trained_policy_is_not_touched_and_the_collector_has_another():
@@ -376,12 +398,16 @@ def test_a_random_policy_has_no_versions():
 # Repeatability.
 
 
-def busy_run(rng: str, noise: bool, delays: list[float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Collect while training draws too, at a pace of its own; return what each of them drew."""
+def busy_run(rng: str, noise: bool, waits: list[bool]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Collect while training draws too; return what each of them drew.
+
+    For each batch, in turn, `waits` says whether training lets the collector finish the next ones between its draws.
+    """
     torch.manual_seed(0)
     policy = sampling_policy()
+    env = CountingEnv(noise=noise)
     collector = PipelinedDataCollector(
-        make_base(policy, batches=8, env=CountingEnv(noise=noise)),
+        make_base(policy, batches=8, env=env),
         "cpu",
         2,
         rng=rng,  # type: ignore[arg-type]
@@ -390,9 +416,10 @@ def busy_run(rng: str, noise: bool, delays: list[float]) -> tuple[list[torch.Ten
     collected, drawn = [], []
     for index, batch in enumerate(collector):
         collected.append(torch.cat([batch["action"].flatten(), batch["next", "reward"].flatten()]))
-        for _ in range(20):
+        for draw in range(20):
             drawn.append(torch.randn(3))
-            time.sleep(delays[index % len(delays)])
+            if draw == 10 and waits[index % len(waits)]:
+                env.wait_for_batch(min(index + 2, 7))
         with torch.no_grad():
             policy[0].module.linear.weight += drawn[-1][0]
     return collected, drawn
@@ -400,7 +427,7 @@ def busy_run(rng: str, noise: bool, delays: list[float]) -> tuple[list[torch.Ten
 
 @pytest.mark.parametrize(("rng", "noise"), [("all", True), ("all", False), ("policy", False)])
 def test_collecting_and_training_draw_the_same_whatever_their_pace(rng, noise):
-    runs = [busy_run(rng, noise, delays) for delays in ([0.0], [0.001, 0.0, 0.0003], [0.0, 0.001])]
+    runs = [busy_run(rng, noise, waits) for waits in ([False], [True], [True, False, False])]
     for collected, drawn in runs[1:]:
         assert all(torch.equal(one, other) for one, other in zip(collected, runs[0][0], strict=True))
         assert all(torch.equal(one, other) for one, other in zip(drawn, runs[0][1], strict=True))
@@ -536,13 +563,13 @@ def test_an_error_in_starting_to_iterate_is_passed_on():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefetch_count": -1}, "prefetch_count is -1, expected 0 or more"),
-        ({"rng": "private"}, "rng is 'private', expected one of all, policy, shared"),
+        ({"prefetch_count": -1}, "prefetch_count is -1, expected a whole number of at least 0"),
+        ({"rng": "private"}, "rng is 'private', expected one of 'all', 'policy', 'shared'"),
         ({"rng": "policy"}, "rng is 'policy', but the policy of list is a NoneType"),
         ({"policy": nn.Linear(1, 1)}, "a policy to train was given, but the policy of list is a NoneType"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(options, message):
+def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         PipelinedDataCollector([], "cpu", **options)
 
@@ -554,7 +581,7 @@ def test_collectors_that_cannot_be_pipelined_are_refused():
     filling.shutdown()
     processes = MultiSyncCollector.__new__(MultiSyncCollector)
     processes.procs = []
-    with pytest.raises(ConfigurationError, match="collects in processes of its own"):
+    with pytest.raises(ConfigurationError, match="collects in separate processes already"):
         PipelinedDataCollector(processes, "cpu")
     compiled = make_base()
     compiled.compiled_policy = True
@@ -611,7 +638,7 @@ def test_an_interrupt_in_the_loop_leaves_no_thread():
     assert collecting_threads() == []
 
 
-def test_a_collector_that_is_let_go_of_takes_its_thread_along():
+def test_garbage_collection_of_a_collector_ends_its_thread():
     collector = PipelinedDataCollector(make_base(), "cpu", 2)
     next(collector)
     assert len(collecting_threads()) == 1
@@ -630,13 +657,21 @@ def test_a_loop_that_is_forgotten_does_not_stop_the_one_that_runs():
     assert seen == [expected_observations(index) for index in range(6)]
 
 
-def test_stopping_in_the_middle_of_another_call_does_not_wait_for_itself():
-    collector = PipelinedDataCollector(make_base(), "cpu", 1)
-    next(collector)
-    with collector._producer._changed:
-        assert collector._producer.stop()
-    assert observations(next(collector)) == expected_observations(1)
-    collector.shutdown()
+def test_a_loop_that_is_forgotten_on_the_collecting_thread_does_not_make_it_wait_for_itself():
+    forgotten: list[Any] = []
+
+    def generate():
+        for step in range(4):
+            for loop in forgotten:
+                loop.close()  # as the garbage collector would, on any thread
+            yield {"x": torch.tensor(step)}
+
+    collector = PipelinedDataCollector(generate(), "cpu", 1)
+    loop = iter(collector)
+    seen = [int(next(loop)["x"])]
+    forgotten.append(loop)
+    seen += [int(batch["x"]) for batch in collector]
+    assert seen == [0, 1, 2, 3]
 
 
 def test_a_base_that_hangs_does_not_hang_the_shutdown():
@@ -672,17 +707,26 @@ print(len(next(collector)["x"]))
 
 
 def test_nothing_is_collected_during_a_pause():
-    base = Numbers(length=100)
-    with PipelinedDataCollector(base, "cpu", 2) as collector:
-        next(collector)
-        with collector.paused():
-            position = base.position
-            time.sleep(0.02)
-            assert base.position == position
-            with pytest.raises(RuntimeError, match="collecting is paused"):
-                for _ in range(4):
-                    next(collector)
-        assert int(next(collector)["position"]) > 1
+    may_collect = threading.Event()
+    may_collect.set()
+
+    class Watchful(Numbers):
+        def __iter__(self):
+            for batch in super().__iter__():
+                assert may_collect.is_set(), "collected during a pause"
+                yield batch
+
+    with PipelinedDataCollector(Watchful(length=100), "cpu", 2) as collector:
+        for _ in range(50):
+            next(collector)
+            with collector.paused():
+                may_collect.clear()
+                torch.rand(1000).sort()
+                may_collect.set()
+        with collector.paused(), pytest.raises(RuntimeError, match="production is paused"):
+            for _ in range(4):
+                next(collector)
+        assert int(next(collector)["position"]) > 50
 
 
 # State.
@@ -723,8 +767,8 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not(prefetch_count, handed_ou
 
     first = make_resumable(prefetch_count, seed=0)
     assert_same_batches(run_on(first, handed_out), expected[:handed_out])
-    if settle:
-        first._producer.finish_orders()  # however far the thread has come
+    if settle and handed_out:
+        first.base_collector.wait_for(min(handed_out + prefetch_count, 12))  # however far the thread has come
     torch.save({"collector": first.state_dict(), "policy": first.base_trained.state_dict()}, tmp_path / "state.pt")
     assert_same_batches(run_on(first, 12 - handed_out), expected[handed_out:])
     first.shutdown()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.collect.streams import side_stream
+
+logger = logging.getLogger(__name__)
 
 
 class PrivateRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -99,6 +102,18 @@ def make_environment(
             yield
 
     return environment
+
+
+@contextlib.contextmanager
+def warn_of_global_draws() -> Iterator[None]:
+    """Log a warning if torch's global generator is used inside the block, by any thread."""
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(before, torch.get_rng_state()):
+        logger.warning(
+            "The environment draws from torch's global generator, as training does: runs are not reproducible. "
+            "Give it a private generator, or pass rng='all'."
+        )
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:

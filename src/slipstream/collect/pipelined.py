@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
 
 from slipstream.batches import Batch, from_state, move, stamp, tensors_of, to_state
+from slipstream.checks import require_choice, require_count
 from slipstream.collect.batches import BatchMemory, Leaves
-from slipstream.collect.isolation import PrivateRandomness, draw_seed, make_environment
+from slipstream.collect.isolation import PrivateRandomness, draw_seed, make_environment, warn_of_global_draws
 from slipstream.collect.policy import FrozenPolicy, Weights, hook_randomness
-from slipstream.collect.producer import Item, Order, Producer
+from slipstream.collect.producer import BatchProducer, Item, Order, check_base
 from slipstream.collect.streams import Fence, find_cuda
-from slipstream.errors import BackgroundError, ConfigurationError, StateMismatchError, UnsupportedStateError
-
-logger = logging.getLogger(__name__)
+from slipstream.errors import StateMismatchError, UnsupportedStateError
+from slipstream.store.prefetch import Prefetcher
 
 Rng = Literal["all", "policy", "shared"]
 
@@ -34,47 +31,47 @@ _FORWARDED = frozenset(
 
 
 class PipelinedDataCollector:
-    """Collects the next `prefetch_count` batches in a thread while the one handed out trains.
+    """Collect the next `prefetch_count` batches on a background thread while the current one trains.
 
-    Guarantees, for ``prefetch_count >= 1``:
+    Guarantees for ``prefetch_count >= 1``:
 
     * *Order*: every batch of the base collector arrives once, in order.
-    * *Memory*: a batch is the consumer's own and never changes behind its back, with ``return_same_td=True`` too
-      (unless `reuse_buffers`). At most ``prefetch_count + 1`` batches exist besides those the consumer keeps.
-    * *Weights*: a batch is collected with one set of weights: a copy of the policy's, taken on the consumer's thread
-      while it asks for a batch (or calls `update_policy_weights_`), never in the middle of an optimizer step. Batch k
-      is collected with the weights as they were when batch ``k - prefetch_count`` was asked for (the first ones,
-      before that). It says so: ``batch["collector", "policy_version"]`` counts the copies, from 0, and `staleness`
-      tells how many newer ones there are.
-    * *Repeatability*: which numbers a batch holds depends on seeds and on the weights, not on how fast threads run,
-      provided that the environment draws from generators of its own, or from torch's with ``rng="all"``. If it is
-      seen to do otherwise, that is logged.
-    * *Errors*: what the base raises reaches the consumer in place of the batch that failed, as the cause of a
-      `BackgroundError`, and again whenever a batch is asked for after it.
-    * *Stopping*: leaving a loop over the collector ends the thread, as do `shutdown`, ``with``, garbage collection and
-      the end of the program. Each waits for the batch under way, and for nothing else. Batches that were collected
-      ahead are handed out by the next loop.
+    * *Memory*: a batch belongs to the consumer and never changes, also with ``return_same_td=True`` (unless
+      `reuse_buffers`). At most ``prefetch_count + 1`` batches exist besides those that the consumer keeps.
+    * *Weights*: each batch is collected with one set of weights: a copy of the policy's weights, made on the consumer's
+      thread while it asks for a batch (or calls `update_policy_weights_`), never in the middle of an optimizer step.
+      Batch k is collected with the weights at the time when batch ``k - prefetch_count`` was requested (or with the
+      first weights). ``batch["collector", "policy_version"]`` counts the copies from 0, and `staleness` returns the
+      number of newer ones.
+    * *Reproducibility*: the contents of a batch depend on seeds and weights, not on the speed of threads, if the
+      environment has private generators, or draws from torch's global ones with ``rng="all"``. Otherwise a warning is
+      logged.
+    * *Errors*: an exception of the base is raised in place of the batch that failed, as the cause of a
+      `BackgroundError`, and again for every later batch.
+    * *Stopping*: leaving a loop over the collector ends the thread, and so do `shutdown`, ``with``, garbage collection
+      and interpreter exit. Each waits for the batch in progress and for nothing else. The next loop returns the batches
+      that were collected ahead.
 
-    With ``prefetch_count=0`` it is the base collector: same thread, same policy, same objects, nothing stamped.
+    With ``prefetch_count=0`` it is the base collector: same thread, same policy, same objects, no stamps.
 
-    To be used from one thread. The base's policy is replaced by a copy, which training does not change; what the
-    policy itself changes while collecting (running statistics) stays in that copy, until the next weights come.
+    Use it from one thread. The policy of the base is replaced by a copy that training does not change. What the policy
+    itself changes while collecting (running statistics) stays in that copy, until the next weights replace it.
 
     Args:
-        base_collector: A TorchRL ``Collector`` (``SyncDataCollector``), or anything iterable that yields TensorDicts or
-            nested dicts of tensors. If it has a ``policy`` that is a module, that is what collects.
-        device: Where batches go, moved by the collecting thread; None leaves them where they are.
-        prefetch_count: How many batches are collected ahead, which is also how many updates old their weights are.
-        policy: The policy that is trained, if it is not the base's own.
+        base_collector: A TorchRL ``Collector`` (``SyncDataCollector``), or any iterable of TensorDicts or nested dicts
+            of tensors. If its ``policy`` attribute is a module, then that policy collects.
+        device: The device of batches; the collecting thread moves them. None leaves them on their device.
+        prefetch_count: Number of batches to collect ahead, which is also the age of their weights in updates.
+        policy: The policy that is trained, if it is not the policy of the base.
         auto_update: Whether asking for a batch copies the policy's weights. If not, only `update_policy_weights_` does.
-        rng: Which draws come from generators of the collecting thread's own instead of torch's global ones: those of
-            the ``policy`` (default, if it is a module), which does for environments that have generators of their own;
-            ``all`` of that thread, which makes simulators of many small operators slow; or none (``shared``), and
-            nothing can be repeated. Their seed is drawn from the global generator.
-        reuse_buffers: Whether the memory of a batch is used again as soon as the next one is asked for.
+        rng: Which random numbers come from private generators of the collecting thread instead of torch's global ones.
+            ``policy`` (default if the policy is a module): those of the policy, sufficient for environments with
+            private generators. ``all``: everything on that thread, which slows down simulators of many small operators.
+            ``shared``: nothing, and runs are not reproducible. The global generator draws the seed.
+        reuse_buffers: Whether the memory of a batch is reused as soon as the next one is requested.
 
     Raises:
-        ConfigurationError: If an argument makes no sense, or the base cannot be pipelined; says why.
+        ConfigurationError: If an argument is invalid, or the base cannot be pipelined.
 
     Example:
         >>> import torch
@@ -98,45 +95,57 @@ class PipelinedDataCollector:
         rng: Rng | None = None,
         reuse_buffers: bool = False,
     ) -> None:
-        if prefetch_count < 0:
-            raise ConfigurationError(f"prefetch_count is {prefetch_count}, expected 0 or more")
-        if rng not in (None, *get_args(Rng)):
-            raise ConfigurationError(f"rng is {rng!r}, expected one of {', '.join(get_args(Rng))}")
+        self.prefetch_count = require_count("prefetch_count", prefetch_count, least=0)
+        if rng is not None:
+            require_choice("rng", rng, get_args(Rng))
         self.base_collector: Any = base_collector
-        self.device = None if device is None else torch.device(device)
-        self.prefetch_count = prefetch_count
+        self.device: torch.device | None = None
+        if device is not None:
+            self.device = torch.device(device)
         self._auto_update = auto_update
         self._is_shut_down = False
         self._plain: Iterator[Batch] | None = None
         self._num_batches = 0
-        self._num_copies = self._batch_version = self._staleness = 0
-        self._pending: Weights | None = None  # copied, and not given to an order yet
-        self._is_updated = False  # since a batch was asked for
-        self._lent: Leaves | None = None
-        self._wait_s = self._update_s = 0.0
+        self._num_copies = 0
+        self._batch_version = 0
+        self._staleness = 0
+        self._pending: Weights | None = None  # copied, and not part of an order yet
+        self._is_updated = False  # whether weights were copied since the last batch was requested
+        self._lent: Leaves | None = None  # the memory of the last batch handed out
+        self._wait_s = 0.0
+        self._update_s = 0.0
         self._hooks: list[Any] = []
-        if prefetch_count:
+        if self.prefetch_count:
             self._set_up(policy, rng, reuse_buffers=reuse_buffers)
 
     def _set_up(self, policy: nn.Module | None, rng: Rng | None, *, reuse_buffers: bool) -> None:
         base = self.base_collector
-        rng = rng or ("policy" if isinstance(getattr(base, "policy", None), nn.Module) else "all")
-        _check_base(base, rng)
+        if rng is None:
+            rng = "policy" if isinstance(getattr(base, "policy", None), nn.Module) else "all"
+        check_base(base, separate_random_numbers=rng != "shared")
         self._rng = rng
         devices = (getattr(base, name, None) for name in ("policy_device", "env_device", "storing_device"))
         self._cuda = find_cuda((self.device, *devices))
         self._policy = FrozenPolicy(base, policy, self._cuda)
-        self._randomness = None if rng == "shared" else PrivateRandomness(draw_seed())
+        self._randomness: PrivateRandomness | None = None
+        if rng != "shared":
+            self._randomness = PrivateRandomness(draw_seed())
         if rng == "policy" and self._randomness is not None:
             self._hooks = hook_randomness(base, self._randomness)
-        keeps_hands_off = getattr(base, "return_same_td", True) is False  # TorchRL copies each batch itself then
-        self._memory = BatchMemory(self.device, copy=not keeps_hands_off, reuse=reuse_buffers)
-        mode = self._randomness if rng == "all" else None
-        self._producer = Producer(base, self._policy, self._memory, make_environment(self._cuda, mode), self._cuda)
-        weakref.finalize(self, self._producer.stop, _PATIENCE_S)
+        # TorchRL copies each batch itself if `return_same_td` is False.
+        base_copies = getattr(base, "return_same_td", True) is False
+        self._memory = BatchMemory(self.device, copy=not base_copies, reuse=reuse_buffers)
+        self._producer = BatchProducer(base, self._policy, self._memory, self._cuda)
+        self._prefetcher = Prefetcher(
+            self._producer.collect,
+            owner=self,
+            name="slipstream-collect",
+            context=make_environment(self._cuda, self._randomness if rng == "all" else None),
+            drop_wait_s=_PATIENCE_S,
+        )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches until the base has no more; leaving the loop ends the collecting thread."""
+        """Yield batches until the base has no more. Leaving the loop ends the collecting thread."""
         self._check_open()
         if not self.prefetch_count:
             for batch in self.base_collector:
@@ -144,15 +153,19 @@ class PipelinedDataCollector:
                 yield move(batch, self.device)
             return
         try:
-            while (item := self._next_item()).kind == "batch":
+            while (item := self._next_item()) is not None:
                 yield item.batch
-                del item  # a batch that the consumer lets go of is gone, also while the next one is waited for
-            self._producer.reset()  # as any iterable, it may be iterated again if the base may
+                # While waiting for the next batch, don't keep alive one that the consumer has released.
+                del item
+            # Like any iterable, the collector can be iterated over again if the base can.
+            self._prefetcher.stop()
+            self._prefetcher.reset()
+            self._producer.restart()
         finally:
-            self._producer.stop()
+            self._prefetcher.stop()
 
     def __next__(self) -> Batch:
-        """Return the next batch. The thread goes on collecting until `shutdown`."""
+        """Return the next batch. The thread continues to collect until `shutdown`."""
         self._check_open()
         if not self.prefetch_count:
             self._plain = self._plain or iter(self.base_collector)
@@ -160,7 +173,7 @@ class PipelinedDataCollector:
             self._num_batches += 1
             return move(batch, self.device)
         item = self._next_item()
-        if item.kind == "end":
+        if item is None:
             raise StopIteration
         return item.batch
 
@@ -169,16 +182,16 @@ class PipelinedDataCollector:
         return next(self, None)
 
     def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
-        """Copy the policy's weights now, to be used for batches that are not ordered yet.
+        """Copy the policy's weights now, for batches that are not ordered yet.
 
-        Comes in place of the copy that asking for the next batch would make. Blocks for the copy, not for collecting.
+        Replaces the copy that the request of the next batch would make. Blocks for the copy, not for collecting.
 
         Args:
             policy_or_weights: A module, a TensorDict or a state dict to copy from; by default the trained policy.
-            **kwargs: For the base, if nothing is prefetched.
+            **kwargs: Arguments for the base, if nothing is prefetched.
 
         Raises:
-            StateMismatchError: If these are weights of another policy.
+            StateMismatchError: If these are the weights of another policy.
         """
         if not self.prefetch_count:
             self.base_collector.update_policy_weights_(policy_or_weights, **kwargs)
@@ -191,65 +204,68 @@ class PipelinedDataCollector:
 
     @property
     def policy_version(self) -> int:
-        """How many times weights have been copied after the first time."""
+        """Number of copies of the weights, not counting the first."""
         return max(self._num_copies - 1, 0)
 
     def staleness(self) -> int:
-        """Return how many versions older than the newest the weights were that collected the last batch handed out."""
+        """Return how many versions older than the newest the weights of the last batch are."""
         return self._staleness
 
     def get_stats(self) -> dict[str, float]:
         """Return counts and seconds so far.
 
         Returns:
-            ``num_batches`` handed out; ``num_ready``, collected and not handed out; ``policy_version``, the newest;
-            ``batch_policy_version`` and ``staleness`` of the last batch handed out; ``wait_s``, how long the consumer
-            waited for batches; ``collect_s``, how long collecting them took; ``update_s``, copying weights.
+            ``num_batches``: batches handed out. ``num_ready``: batches collected and not handed out.
+            ``policy_version``: the newest version of the weights. ``batch_policy_version``, ``staleness``: of the last
+            batch handed out. ``wait_s``: time the consumer waited for batches. ``collect_s``: time to collect them.
+            ``update_s``: time to copy weights.
         """
-        producer = self._producer if self.prefetch_count else None
         return {
             "num_batches": self._num_batches,
-            "num_ready": 0 if producer is None else sum(item.kind == "batch" for item in list(producer.items)),
+            "num_ready": self._prefetcher.num_ready if self.prefetch_count else 0,
             "policy_version": self.policy_version,
             "batch_policy_version": self._batch_version,
             "staleness": self._staleness,
             "wait_s": self._wait_s,
-            "collect_s": 0.0 if producer is None else producer.collect_s,
+            "collect_s": self._producer.collect_s if self.prefetch_count else 0.0,
             "update_s": self._update_s,
         }
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the batch under way, and collect nothing while the block lasts: for reading the environment."""
+        """Wait for the batch in progress and collect nothing inside the block, for example to read the environment."""
         if not self.prefetch_count:
             yield
             return
-        with self._producer.paused():
+        with self._prefetcher.paused():
+            # The thread has finished, but its CUDA stream may not have.
+            if self._producer.last_fence is not None:
+                self._producer.last_fence.wait()
             yield
 
     def set_seed(self, seed: int, static_seed: bool = False) -> Any:
-        """Seed the base, and the collecting thread's generators, for batches that are not ordered yet.
+        """Seed the base and the generators of the collecting thread, for batches that are not ordered yet.
 
-        Blocks until those that are ordered have been collected. To seed all batches, call it before the first.
+        Blocks until the batches that are ordered have been collected. To seed all batches, call it before the first.
 
         Returns:
-            What the base returns.
+            The return value of the base.
         """
         options = {"static_seed": True} if static_seed else {}
         if not self.prefetch_count:
             return self.base_collector.set_seed(seed, **options)
-        self._producer.finish_orders()
-        with self._producer.paused():
+        self._prefetcher.finish()
+        with self.paused():
             if self._randomness is not None:
                 self._randomness.seed(seed)
             return self.base_collector.set_seed(seed, **options)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the last batch handed out, as copies.
+        """Return the position after the last batch handed out, as copies.
 
-        It holds the base's state, the batches that were collected and not handed out, and the weights that are yet to
-        collect: nothing is lost and nothing is counted twice, and if the base continues exactly, so does this. Waits
-        for the batch under way. With ``prefetch_count=0`` it is the base's state.
+        Contains the state of the base, the batches that were collected and not handed out, and the weights for the
+        batches that are ordered. A collector that loads it continues exactly, if the base does. Waits for the batch in
+        progress. With ``prefetch_count=0`` it is the state of the base.
 
         Raises:
             UnsupportedStateError: If the base has no ``state_dict``, or a batch cannot be stored.
@@ -258,32 +274,34 @@ class PipelinedDataCollector:
             raise UnsupportedStateError(f"{type(self.base_collector).__name__} has no state_dict")
         if not self.prefetch_count:
             return self.base_collector.state_dict()  # type: ignore[no-any-return]
-        with self._producer.paused():
-            items = [item for item in self._producer.items if item.kind == "batch"]
+        with self.paused():
+            items = self._prefetcher.results
+            orders = self._prefetcher.orders
+            randomness = None
+            if self._randomness is not None:
+                randomness = self._randomness.state_dict()
+            to_weights = self._policy.weights_to_state
             return {
                 "format": _FORMAT,
                 "base": copy.deepcopy(self.base_collector.state_dict()),
                 "batches": [{"version": item.version, "batch": to_state(item.batch)} for item in items],
-                "orders": [
-                    {"version": order.version, "weights": self._weights_to_state(order.weights)}
-                    for order in self._producer.orders
-                ],
-                "collecting": self._weights_to_state(self._policy.collecting_weights()),
-                "pending": self._weights_to_state(self._pending),
+                "orders": [{"version": order.version, "weights": to_weights(order.weights)} for order in orders],
+                "collecting": to_weights(self._policy.collecting_weights()),
+                "pending": to_weights(self._pending),
                 "versions": [self._num_copies, self._batch_version, self._staleness],
                 "is_updated": self._is_updated,
                 "num_batches": self._num_batches,
-                "randomness": None if self._randomness is None else self._randomness.state_dict(),
+                "randomness": randomness,
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from such a position; batches collected so far and not handed out are dropped.
+        """Continue from a position; drops batches that were collected and not handed out.
 
-        The trained policy is not touched: load its weights as you saved them. A state of the base alone, or of another
-        `prefetch_count`, is taken too.
+        Does not change the trained policy: load its weights separately. Also accepts the state of the base alone, or of
+        a collector with another `prefetch_count`.
 
         Raises:
-            StateMismatchError: If it is of another policy, or holds batches that ``prefetch_count=0`` has no place for.
+            StateMismatchError: If the policy differs, or the state has batches and `prefetch_count` is 0.
         """
         is_ours = state_dict.get("format") == _FORMAT
         if not self.prefetch_count:
@@ -292,28 +310,32 @@ class PipelinedDataCollector:
             self.base_collector.load_state_dict(state_dict)
             self._plain = None
             return
-        with self._producer.paused():
+        with self.paused():
             self.base_collector.load_state_dict(state_dict["base"] if is_ours else state_dict)
-            self._producer.reset()
-            self._pending = self._lent = None
+            self._producer.restart()
+            self._prefetcher.reset()
+            self._pending = None
+            self._lent = None
             self._is_updated = False
             if is_ours:
                 self._restore(state_dict)
 
     def shutdown(self, timeout: float | None = _PATIENCE_S, **kwargs: Any) -> None:
-        """End the collecting thread and shut the base down; waits for the batch under way. May be repeated.
+        """End the collecting thread and shut the base down; waits for the batch in progress. Idempotent.
 
         Args:
-            timeout: For how many seconds to wait.
-            **kwargs: For the base's ``shutdown``.
+            timeout: How many seconds to wait at most.
+            **kwargs: Arguments for the base's ``shutdown``.
 
         Raises:
-            TimeoutError: If the batch takes longer; the base, which is in use, is then not shut down.
+            TimeoutError: If the batch takes longer. The base is in use, and is not shut down.
         """
         if self.prefetch_count:
-            if not self._producer.stop(timeout):
-                raise TimeoutError(f"the batch under way is not done after {timeout} s; call shutdown again to wait on")
-            self._producer.reset()
+            if not self._prefetcher.stop(timeout):
+                raise TimeoutError(
+                    f"the batch in progress is not done after {timeout} s; call shutdown again to continue waiting"
+                )
+            self._prefetcher.abandon(RuntimeError("the collector is shut down"))
             for hook in self._hooks:
                 hook.remove()
         if not self._is_shut_down and hasattr(self.base_collector, "shutdown"):
@@ -323,9 +345,7 @@ class PipelinedDataCollector:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def __len__(self) -> int:
@@ -336,89 +356,68 @@ class PipelinedDataCollector:
             return getattr(self.base_collector, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; base_collector may have it")
 
-    def _next_item(self) -> Item:
-        """Order what is missing, wait for the next batch, and make it the consumer's."""
+    def _next_item(self) -> Item | None:
+        """Order what is missing, wait for the next batch and hand it to the consumer; None if there are no more."""
         self._check_open()
         if self._lent is not None:
-            self._memory.give_back(self._lent, self._fence())
+            self._memory.give_back(self._lent, Fence(self._cuda))
             self._lent = None
         self._order()
         began = time.perf_counter()
-        with self._watching_the_environment():
-            item = self._producer.take()
-        self._wait_s += time.perf_counter() - began
-        if item.error is not None:
-            reason = f"{type(item.error).__name__}: {item.error}"
-            raise BackgroundError(f"batch {self._num_batches} could not be collected: {reason}") from item.error
-        if item.kind == "batch":
-            item.fence.hand_over(tensors_of(item.batch) if self._cuda else ())
-            self._lent = item.memory
-            self._num_batches += 1
-            self._batch_version = item.version
-            self._staleness = self.policy_version - item.version
+        # While training waits for the first batch, only the base can draw random numbers.
+        is_first = self._rng == "policy" and not self._num_batches
+        try:
+            with warn_of_global_draws() if is_first else contextlib.nullcontext():
+                item = self._prefetcher.take()
+        except StopIteration:
+            return None
+        finally:
+            self._wait_s += time.perf_counter() - began
+        if self._cuda is not None:
+            item.fence.hand_over(tensors_of(item.batch))
+        self._lent = item.memory
+        self._num_batches += 1
+        self._batch_version = item.version
+        self._staleness = self.policy_version - item.version
         return item
 
-    @contextlib.contextmanager
-    def _watching_the_environment(self) -> Iterator[None]:
-        """Log if the environment draws from the global generator, which nobody else uses while we wait at first."""
-        if self._rng != "policy" or self._num_batches:
-            yield
-            return
-        before = torch.get_rng_state()
-        yield
-        if not torch.equal(before, torch.get_rng_state()):
-            logger.warning(
-                "The environment draws from torch's global generator, as training does: runs cannot be repeated. Give "
-                "it a generator of its own, or pass rng='all'."
-            )
-
     def _order(self) -> None:
-        """Keep as many batches ordered as are wanted ahead, and one: the one that is asked for."""
+        """Order the requested batch and `prefetch_count` more, unless they are ordered already."""
         if not self._is_updated and (self._auto_update or not self._num_copies):
             self.update_policy_weights_()
         self._is_updated = False
-        for _ in range(0 if self._producer.is_over else self.prefetch_count + 1 - self._producer.num_ahead):
-            weights, self._pending = self._pending, None
-            self._producer.order(Order(self.policy_version, weights, self._fence()))
+        if self._prefetcher.has_ended:
+            return
+        while self._prefetcher.num_ahead < self.prefetch_count + 1:
+            index = self._num_batches + self._prefetcher.num_ahead
+            order = Order(index, self.policy_version, self._pending, Fence(self._cuda))
+            self._pending = None
+            self._prefetcher.order(order)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` wrote, while collecting is paused."""
-        self._policy.load(self._policy.weights_from_state(state["collecting"]))
-        for order in state["orders"]:
-            self._producer.order(Order(order["version"], self._weights_from_state(order["weights"]), self._fence()))
+        """Apply what `state_dict` returned, while collecting is paused."""
+        collecting = self._policy.weights_from_state(state["collecting"])
+        if collecting is not None:
+            self._policy.load(collecting)
+        index = state["num_batches"]
+        items = []
         for entry in state["batches"]:
             batch, memory = self._memory.own(from_state(entry["batch"]))
-            item = Item("batch", self._fence(), entry["version"], stamp(batch, entry["version"]), memory)
-            self._producer.items.append(item)
-        self._pending = self._weights_from_state(state["pending"])
+            items.append(Item(stamp(batch, entry["version"]), entry["version"], Fence(self._cuda), memory))
+            index += 1
+        orders = []
+        for entry in state["orders"]:
+            weights = self._policy.weights_from_state(entry["weights"])
+            orders.append(Order(index, entry["version"], weights, Fence(self._cuda)))
+            index += 1
+        self._prefetcher.reset(orders, items)
+        self._pending = self._policy.weights_from_state(state["pending"])
         self._num_copies, self._batch_version, self._staleness = state["versions"]
-        self._num_batches, self._is_updated = state["num_batches"], state["is_updated"]
+        self._num_batches = state["num_batches"]
+        self._is_updated = state["is_updated"]
         if self._randomness is not None and state["randomness"] is not None:
             self._randomness.load_state_dict(state["randomness"])
 
-    def _weights_to_state(self, weights: Weights | None) -> dict[str, Any] | None:
-        return None if weights is None else self._policy.weights_to_state(weights)
-
-    def _weights_from_state(self, state: Mapping[str, Any] | None) -> Weights | None:
-        return None if state is None else self._policy.weights_from_state(state)
-
-    def _fence(self) -> Fence:
-        return Fence(self._cuda)
-
     def _check_open(self) -> None:
         if self._is_shut_down:
-            raise RuntimeError("the collector is shut down and collects no more")
-
-
-def _check_base(base: Any, rng: Rng) -> None:
-    """Refuse what could not be kept apart from training."""
-    kind = type(base).__name__
-    if getattr(base, "replay_buffer", None) is not None:
-        raise ConfigurationError(f"the {kind} fills a replay buffer and yields no batches, so none can be prefetched")
-    if hasattr(base, "procs"):
-        raise ConfigurationError(f"the {kind} collects in processes of its own, beside training, and needs no prefetch")
-    if rng != "shared" and (getattr(base, "compiled_policy", False) or getattr(base, "cudagraphed_policy", False)):
-        raise ConfigurationError(
-            f"the {kind} compiles its policy, whose random numbers cannot be told from training's: pass rng='shared', "
-            "and know that runs cannot be repeated"
-        )
+            raise RuntimeError("the collector is shut down; create another one to collect more")

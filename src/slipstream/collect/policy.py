@@ -112,17 +112,21 @@ class FrozenPolicy:
         weights.fence = Fence(self._cuda)
         self._free.append(weights)
 
-    def weights_to_state(self, weights: Weights) -> dict[str, Any]:
-        """Return weights as plain data, copied."""
+    def weights_to_state(self, weights: Weights | None) -> dict[str, Any] | None:
+        """Return weights as plain data, copied; None for None."""
+        if weights is None:
+            return None
         tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
         return {"tensors": tensors, "training": list(weights.training)}
 
-    def weights_from_state(self, state: Mapping[str, Any]) -> Weights:
-        """Return weights from plain data, copied.
+    def weights_from_state(self, state: Mapping[str, Any] | None) -> Weights | None:
+        """Return weights from plain data, copied; None for None.
 
         Raises:
-            StateMismatchError: If they are of another policy.
+            StateMismatchError: If they are the weights of another policy.
         """
+        if state is None:
+            return None
         source = _tensors_of(self._trained)
         self._check_names(state["tensors"], source)
         tensors = {name: state["tensors"][name].to(tensor.device, copy=True) for name, tensor in source.items()}

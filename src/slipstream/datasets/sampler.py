@@ -1,41 +1,43 @@
-"""`AsyncSampler`: the next batches are read while this one trains."""
+"""`AsyncSampler`: read the next batches while this one trains."""
 
 from __future__ import annotations
 
-import atexit
 import os
-import threading
-import time
-import weakref
-from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
-from slipstream.errors import ConfigurationError, DatasetError
+from slipstream.checks import require_count
+from slipstream.errors import DatasetError
+from slipstream.store.prefetch import NothingOrderedError, Prefetcher
 
 Batch_co = TypeVar("Batch_co", covariant=True)
 
 
 class Samples(Protocol[Batch_co]):
-    """Something that batches can be drawn from, such as a `MultimodalReplayBuffer`."""
+    """A source of batches, such as a `MultimodalReplayBuffer`."""
 
     def sample(self, batch_size: int) -> Batch_co:
         """Draw a batch."""
 
 
 class AsyncSampler(Generic[Batch_co]):
-    """Draws batches on a thread of its own, up to `queue_size` ahead of what is asked for.
+    """Draw batches on a background thread, up to `queue_size` ahead of the consumer.
 
-    The batches are those that the buffer would give one after another, in the same order. At most `queue_size` batches
-    wait in memory, and one more is being read. An error while reading reaches `get_batch`, after the batches that were
-    read before it, and every call from then on. The thread ends with `stop`, with the block, when the sampler is
-    dropped, and when the interpreter exits. In a forked process there is no thread: make a new sampler there.
+    * *Order*: the batches are those that the buffer would return one after another, in the same order.
+    * *Memory*: at most `queue_size` batches are ready or in progress, and one more while `get_batch` waits.
+    * *Errors*: an exception of ``buffer.sample`` reaches `get_batch` after the batches before it, and every later call.
+    * *Threads*: all methods are thread-safe. The thread ends with `stop`, at the end of a ``with`` block, when the
+      sampler is garbage-collected (which does not wait for the batch in progress), and at interpreter exit.
+    * *Fork*: a sampler does not work in a forked child process. Create another one there.
 
     Args:
-        buffer: What to draw from; nobody else should, if batches shall be repeatable.
-        batch_size: How many transitions a batch has.
-        queue_size: How many batches may wait.
+        buffer: Where to draw from. Batches are reproducible only if nothing else draws from it.
+        batch_size: Number of transitions in a batch.
+        queue_size: Maximum number of batches to read ahead.
+
+    Raises:
+        ConfigurationError: If a size is not a positive integer.
 
     Example:
         >>> class Numbers:
@@ -50,42 +52,40 @@ class AsyncSampler(Generic[Batch_co]):
     """
 
     def __init__(self, buffer: Samples[Batch_co], batch_size: int, queue_size: int = 4) -> None:
-        for name, value in (("batch_size", batch_size), ("queue_size", queue_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name} is {value!r}, expected a whole number from 1 up")
-        self._queue = _Queue(queue_size)
+        self._batch_size = require_count("batch_size", batch_size)
+        self._queue_size = require_count("queue_size", queue_size)
         self._process = os.getpid()
-        self._thread = threading.Thread(
-            target=_fill, args=(self._queue, buffer, batch_size), name="slipstream-sampler", daemon=True
-        )
-        # Tells the thread to end, and does not wait for it: an object may be dropped by any thread, also by one that
-        # the batch being read needs.
-        weakref.finalize(self, _tell, self._queue, self._process).atexit = False
-        _running[self._thread] = self._queue
-        self._thread.start()
+        # Garbage collection does not wait for the batch in progress: it may run on a thread which that batch needs.
+        self._prefetcher = Prefetcher(buffer.sample, owner=self, name="slipstream-sampler", drop_wait_s=0.0)
+        self._order_up_to(self._queue_size)
 
     def get_batch(self, timeout_s: float | None = None) -> Batch_co:
-        """Return the next batch; blocks until there is one.
+        """Return the next batch; blocks until it is ready.
 
         Args:
-            timeout_s: Give up after so many seconds.
+            timeout_s: How long to wait at most.
 
         Raises:
-            DatasetError: If the sampler was stopped, or belongs to another process.
-            TimeoutError: If there is no batch in time.
-            BaseException: Whatever went wrong while reading.
+            DatasetError: If the sampler is stopped, or was created in another process.
+            TimeoutError: If the batch is not ready in time.
+            BaseException: The exception of ``buffer.sample``.
         """
         if os.getpid() != self._process:
             raise DatasetError("the sampler belongs to the parent process; make a new one in this process")
-        batch: Batch_co = self._queue.get(timeout_s)
-        return batch
+        while True:
+            # Order before taking: after the batch is taken, an interrupt must not get a chance to lose it.
+            self._order_up_to(self._queue_size + 1)
+            try:
+                return self._prefetcher.take(timeout_s)
+            except NothingOrderedError:
+                # More threads wait than batches were ordered, and the other threads took all of them.
+                continue
 
     def stop(self) -> None:
-        """Stop reading and drop what is queued; waits for the batch that is being read. Twice is no error."""
+        """Stop reading and drop the batches that are ready; blocks until the batch in progress is done. Idempotent."""
         if os.getpid() == self._process:
-            _tell(self._queue, self._process)
-            if self._thread is not threading.current_thread():
-                self._thread.join()
+            self._prefetcher.abandon(DatasetError("the sampler was stopped and returns no more batches"))
+            self._prefetcher.stop()
 
     def __iter__(self) -> Iterator[Batch_co]:
         while True:
@@ -99,83 +99,7 @@ class AsyncSampler(Generic[Batch_co]):
     ) -> None:
         self.stop()
 
-
-class _Queue:
-    """Batches that wait, and how it ends."""
-
-    def __init__(self, size: int) -> None:
-        self.changed = threading.Condition()
-        self.size = size
-        self.batches: deque[Any] = deque()
-        self.error: BaseException | None = None
-        self.stopped = False
-
-    def wait_for_room(self) -> bool:
-        """Block until another batch may be read; returns False if none shall be."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.stopped or len(self.batches) < self.size)
-            return not self.stopped
-
-    def put(self, batch: Any) -> None:
-        with self.changed:
-            if not self.stopped:
-                self.batches.append(batch)
-                self.changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        with self.changed:
-            self.error = error
-            self.changed.notify_all()
-
-    def get(self, timeout_s: float | None) -> Any:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self.changed:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = self.changed.wait_for(lambda: self.stopped or self.error or self.batches, left)
-            if self.stopped:
-                raise DatasetError("the sampler was stopped, and gives no more batches")
-            if self.batches:
-                batch = self.batches.popleft()
-                self.changed.notify_all()
-                return batch
-            if self.error is not None:
-                raise self.error
-            if not ready:
-                raise TimeoutError(f"there was no batch within {timeout_s} s")
-            return None  # pragma: no cover - waiting ends for one of these reasons
-
-
-def _fill(queue: _Queue, buffer: Samples[Any], batch_size: int) -> None:
-    """Read batches until told to stop, or until one cannot be read."""
-    try:
-        while queue.wait_for_room():
-            queue.put(buffer.sample(batch_size))
-    except BaseException as error:  # noqa: BLE001 - handed to whoever asks for a batch
-        queue.fail(error)
-    finally:
-        _running.pop(threading.current_thread(), None)
-
-
-def _tell(queue: _Queue, process: int) -> None:
-    """Say that no more batches are wanted; in a forked process nobody is there to be told, and locks may be held."""
-    if os.getpid() != process:
-        return
-    with queue.changed:
-        queue.stopped = True
-        queue.batches.clear()
-        queue.changed.notify_all()
-
-
-_running: dict[threading.Thread, _Queue] = {}
-
-
-@atexit.register
-def _end_all() -> None:
-    """Wait for all threads before the interpreter takes away what they work with."""
-    for thread, queue in list(_running.items()):
-        _tell(queue, os.getpid())
-        if thread.ident is not None:
-            thread.join()
-
-
-os.register_at_fork(after_in_child=_running.clear)
+    def _order_up_to(self, num_ahead: int) -> None:
+        """Order batches until this many are ready, in progress or ordered."""
+        while self._prefetcher.num_ahead < num_ahead and not self._prefetcher.has_ended:
+            self._prefetcher.order(self._batch_size)
