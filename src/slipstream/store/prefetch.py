@@ -398,8 +398,8 @@ class Prefetcher(Generic[Request, Result]):
             self._run = None
             self._waiters.wake_all()
 
-    def _forget_threads(self) -> None:
-        """Forget the threads that do not exist in a forked child."""
+    def forget_threads(self) -> None:
+        """Forget the threads that do not exist in a forked child. Called there by `os.fork` itself."""
         this_thread = threading.get_ident()
         self._waiters = Waiters()
         self._pausers = [thread for thread in self._pausers if thread == this_thread]
@@ -466,10 +466,10 @@ def _stop_all() -> None:
         prefetcher.stop(_EXIT_WAIT_S)
 
 
-def _forget_threads_in_child() -> None:
+def _reset_child() -> None:
     for prefetcher in _list_prefetchers():
-        prefetcher._forget_threads()
+        prefetcher.forget_threads()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads_in_child)
+    os.register_at_fork(after_in_child=_reset_child)
