@@ -1,14 +1,13 @@
-"""What a TorchRL storage holds, leaf by leaf: which tensors repeat as `next`, and how rows become frames.
+"""The tensors of a TorchRL storage: which of them repeat as `next`, and how steps become frames.
 
-TorchRL stores an observation twice: as that of step ``t``, and under ``next`` as what step ``t - 1`` led to. Leaves
-that repeat so are kept once, as the fields of frames: slot ``t`` is frame ``f``, its ``next`` is frame ``f + 1``. Where
-the two differ (an episode ended, or a stream of steps did) one more frame lies between, so that this holds for all.
+Observations that ``next`` repeats are stored once, as the fields of frames: the ``next`` of frame ``f`` is frame
+``f + 1``. `slipstream.trajectory` finds where they differ and where one more frame is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,16 +15,17 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import CorruptFileError, ReplayError
-from slipstream.replay.fields import Packing, RowLayout, Spec, bytes_of
+from slipstream.replay.fields import Packing, RowLayout, Spec
 from slipstream.replay.packing import Rows
 from slipstream.tensors import carrier
+from slipstream.trajectory import NEXT, find_breaks, frame_positions
 
 Key = tuple[str, ...]
 Block = dict[Key, NDArray[Any]]
 """Arrays ``[streams, steps, ...]`` by leaf."""
 
-NEXT = "next"
-_FOLLOWS = 0.5
+_MAX_BREAK_SHARE = 0.5
+"""Twins pay up to this share of breaks: a break costs a packed frame here, not a raw row as in a rollout."""
 
 
 @dataclass(frozen=True)
@@ -75,39 +75,22 @@ _COLUMN_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64)
 def find_twins(leaves: Sequence[Leaf], block: Block) -> list[Leaf]:
     """Find the leaves under ``next`` that mostly repeat the root one step later, in a first block of data."""
     by_key = {leaf.key: leaf for leaf in leaves}
-    twins: dict[Key, str] = {}
+    twins = dict(by_key)
     for leaf in leaves:
         root = by_key.get(leaf.key[1:])
-        if leaf.key[0] != NEXT or leaf.kind == "column" or root is None or root.kind == "column":
+        if leaf.key[0] != NEXT or root is None or "column" in (leaf.kind, root.kind):
             continue
         if (root.dtype, root.shape) == (leaf.dtype, leaf.shape) and _follows(block[root.key], block[leaf.key]):
-            twins[leaf.key] = root.field
-            twins[root.key] = root.field
-    return [
-        leaf
-        if leaf.key not in twins
-        else Leaf(leaf.key, leaf.dtype, leaf.shape, NEXT if leaf.key[0] == NEXT else "frame", twins[leaf.key])
-        for leaf in leaves
-    ]
+            twins[root.key] = replace(root, kind="frame")
+            twins[leaf.key] = replace(leaf, kind=NEXT, field=root.field)
+    return list(twins.values())
 
 
 def _follows(root: NDArray[Any], after: NDArray[Any]) -> bool:
     if root.shape[1] < 2:
-        return True  # nothing to tell it by: most likely it does
-    same = _equal(root[:, 1:], after[:, :-1])
-    return bool(same.mean() >= _FOLLOWS)
-
-
-def _equal(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
-    """Compare ``[streams, steps, ...]`` bit for bit, step by step."""
-    count = one.shape[0] * one.shape[1]
-    mine, theirs = bytes_of(one.reshape(count, -1)), bytes_of(other.reshape(count, -1))
-    for width in (8, 4, 2):
-        if mine.shape[1] % width == 0 and mine.shape[1]:
-            mine, theirs = mine.view(f"u{width}"), theirs.view(f"u{width}")
-            break
-    same: NDArray[np.bool_] = (mine == theirs).all(axis=1).reshape(one.shape[:2])
-    return same
+        # A single step has nothing to compare with. Most observations follow.
+        return True
+    return bool(find_breaks(root, after).mean() <= _MAX_BREAK_SHARE)
 
 
 def plan_rows(leaves: Sequence[Leaf], packing: Packing) -> RowLayout:
@@ -139,27 +122,28 @@ def to_frames(leaves: Sequence[Leaf], layout: RowLayout, block: Block) -> tuple[
     roots = {leaf.field: leaf.key for leaf in leaves if leaf.kind == "frame"}
     afters = {leaf.field: leaf.key for leaf in leaves if leaf.kind == NEXT}
     breaks = np.zeros((streams, steps), np.bool_)
-    if afters:
+    for field, key in afters.items():
+        breaks[:, :-1] |= find_breaks(block[roots[field]], block[key])
+        # No step of this block follows the last one, so an extra frame holds what it led to.
         breaks[:, -1] = True
-        for field, key in afters.items():
-            if steps > 1:
-                breaks[:, :-1] |= ~_equal(block[roots[field]][:, 1:], block[key][:, :-1])
-    flat = breaks.reshape(-1)
-    position = np.arange(flat.size) + np.cumsum(flat) - flat
-    between = position[flat] + 1
-    rows = [np.empty((flat.size + len(between), packer.row_bytes), np.uint8) for packer in layout.packers]
+    positions = frame_positions(breaks)
+    num_frames = breaks.size + len(positions.extras)
+    position = positions.steps.reshape(-1)
+    is_break = breaks.reshape(-1)
+    rows = [np.empty((num_frames, packer.row_bytes), np.uint8) for packer in layout.packers]
     for leaf in leaves:
         if leaf.kind not in ("frame", "step"):
             continue
         place = layout.fields[leaf.field]
-        values = block[leaf.key].reshape(flat.size, *leaf.shape)
+        values = block[leaf.key].reshape(breaks.size, *leaf.shape)
         place.write(rows[place.column], values, position)
         if leaf.kind == "frame":
-            extra = block[afters[leaf.field]].reshape(flat.size, *leaf.shape)[flat]
+            extra = block[afters[leaf.field]].reshape(breaks.size, *leaf.shape)[is_break]
         else:
-            extra = values[flat]  # never read; the same again packs best
-        place.write(rows[place.column], extra, between)
-    return rows, steps + breaks.sum(axis=1), position.reshape(streams, steps)
+            # Never read. Repeating the step compresses best.
+            extra = values[is_break]
+        place.write(rows[place.column], extra, positions.extras)
+    return rows, positions.counts, positions.steps
 
 
 def leaves_to_json(leaves: Sequence[Leaf]) -> list[list[Any]]:

@@ -23,13 +23,13 @@ try:
 except ImportError as error:
     raise ImportError(f"PackedEpisodeStorage needs torchrl: {install_hint('train')}") from error
 
+from slipstream.batches import build, flatten
 from slipstream.errors import OutOfRangeError, ReplayError, SlipstreamError, UnsupportedStateError
 from slipstream.replay.checkpointer import PackedCheckpointer
 from slipstream.replay.fields import VECTORS, Packing, RowLayout
 from slipstream.replay.folder import Part
 from slipstream.replay.frames import FrameLog, Located
 from slipstream.replay.leaves import (
-    NEXT,
     Block,
     Key,
     Leaf,
@@ -44,6 +44,7 @@ from slipstream.replay.packing import Rows
 from slipstream.replay.rows import PackedRows, late_tensordict
 from slipstream.replay.runs import Runs
 from slipstream.replay.tail import Tail
+from slipstream.trajectory import NEXT
 
 _NONE, _TAIL = -1, -2
 _BLOCK_STEPS = 64
@@ -164,7 +165,7 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         if single:
             data = data.unsqueeze(0) if isinstance(data, torch.Tensor) else data[None]
         with self._lock:
-            tensors, nodes = _take_apart(data)
+            tensors, nodes = _split(data)
             dims = 1 if pointwise else self.ndim
             batch = next(iter(tensors.values())).shape[:dims]
             if len(batch) < dims:
@@ -428,7 +429,10 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         sizes = {key: batch + torch.Size(extra) for key, extra in self._nodes.items()}
         makers = {leaf.key: functools.partial(reading.tensor, leaf, self.device) for leaf in reading.leaves}
         if not late:
-            return _assemble({key: make() for key, make in makers.items()}, sizes, self.device)
+            members: dict[Key, Any] = {key: size for key, size in sizes.items() if key}
+            for key, make in makers.items():
+                members[key] = make()
+            return build(members, batch, device=self.device)
         rows = late_tensordict(makers, sizes, self.device)
         if isinstance(plain, slice) and plain == slice(None):
             rows.__dict__["_write"] = self._write_rows
@@ -615,34 +619,28 @@ class _Reading:
         return halves
 
 
-def _take_apart(data: Any) -> tuple[dict[Key, torch.Tensor], dict[Key, tuple[int, ...]]]:
-    """Return the tensors of a batch by nested key, and the nested nodes with the axes their batch has on top."""
+def _split(data: Any) -> tuple[dict[Key, torch.Tensor], dict[Key, tuple[int, ...]]]:
+    """Return the tensors of a batch by nested key, and the axes that nested TensorDicts add to the batch size."""
     if isinstance(data, torch.Tensor):
         return {("_",): data}, {}
+    try:
+        members = flatten(data)
+    except ValueError as error:
+        raise ReplayError(str(error)) from error
     tensors: dict[Key, torch.Tensor] = {}
     nodes: dict[Key, tuple[int, ...]] = {(): ()}
-
-    def visit(node: Any, path: Key) -> None:
-        for name, value in node.items():
-            key = (*path, name)
-            if isinstance(value, torch.Tensor):
-                if value.layout != torch.strided or value.is_quantized:
-                    raise UnsupportedStateError(f"{'/'.join(key)} has layout {value.layout}, expected a dense tensor")
-                tensors[key] = value
-            elif is_tensor_collection(value) and hasattr(value, "items") and not _is_other(value):
-                nodes[key] = tuple(value.batch_size[len(data.batch_size) :])
-                visit(value, key)
-            else:
-                raise UnsupportedStateError(f"{'/'.join(key)} is a {type(value).__qualname__}, expected a tensor")
-
-    visit(data, ())
+    for key, value in members.items():
+        if isinstance(value, torch.Size):
+            nodes[key] = tuple(value[len(data.batch_size) :])
+        elif not isinstance(value, torch.Tensor):
+            raise UnsupportedStateError(f"{'/'.join(key)} is a {type(value).__qualname__}, expected a tensor")
+        elif value.layout != torch.strided or value.is_quantized:
+            raise UnsupportedStateError(f"{'/'.join(key)} has layout {value.layout}, expected a dense tensor")
+        else:
+            tensors[key] = value
     if not tensors:
         raise ReplayError("a batch has no tensors")
     return tensors, nodes
-
-
-def _is_other(value: Any) -> bool:
-    return type(value).__name__ in ("NonTensorData", "NonTensorStack")
 
 
 def _streams_first(tensor: torch.Tensor, dims: int) -> torch.Tensor:
@@ -664,16 +662,3 @@ def _plain_index(index: Any) -> Any:
 
 def _copied(array: Any) -> NDArray[Any]:
     return np.array(array)
-
-
-def _assemble(tensors: dict[Key, torch.Tensor], sizes: dict[Key, torch.Size], device: Any) -> Any:
-    """Build a nested TensorDict; every node has a batch size of its own."""
-    members: dict[Key, dict[str, Any]] = {key: {} for key in sizes}
-    for key, tensor in tensors.items():
-        members[key[:-1]][key[-1]] = tensor
-    for key in sorted(sizes, key=len, reverse=True):
-        node = TensorDict(members[key], batch_size=sizes[key], device=device)
-        if not key:
-            return node
-        members[key[:-1]][key[-1]] = node
-    raise AssertionError("the root is among the nodes")

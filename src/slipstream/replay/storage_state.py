@@ -16,12 +16,13 @@ from slipstream.errors import CorruptFileError, StateMismatchError
 from slipstream.replay import folder as files
 from slipstream.replay.fields import RowLayout
 from slipstream.replay.frames import FrameLog
-from slipstream.replay.leaves import NEXT, leaves_from_json, leaves_to_json
+from slipstream.replay.leaves import leaves_from_json, leaves_to_json
 from slipstream.replay.log_state import load_log_state, log_state
 from slipstream.replay.runs import Runs
 from slipstream.replay.tail import Tail
 from slipstream.store.container import Container, write_container
 from slipstream.store.local import make_folder
+from slipstream.trajectory import NEXT
 
 if TYPE_CHECKING:
     from slipstream.replay.storage import PackedEpisodeStorage
