@@ -24,7 +24,7 @@ LAYERS = [
     {"store"},
     {"schema"},
     {"trajectory"},
-    {"tensors", "tree"},
+    {"tensors", "schema"},
     {"batches"},
     {"checkpoint", "datasets", "replay", "rollout"},
     {"collect"},

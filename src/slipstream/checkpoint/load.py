@@ -13,10 +13,10 @@ from slipstream.checkpoint.native import NativeFile, path_matches
 from slipstream.checkpoint.portable import read_portable
 from slipstream.errors import CorruptFileError
 from slipstream.memory import machine_bytes
+from slipstream.schema.flatten import is_tensordict, map_leaves
 from slipstream.store.container import MAGIC
 from slipstream.store.local import open_regular
 from slipstream.text import install_hint
-from slipstream.tree import is_tensordict, map_leaves
 
 Format = Literal["native", "lz4", "pt", "safetensors"]
 

@@ -23,12 +23,12 @@ from slipstream.checkpoint.native import NativeFile, Parent, Written, path_match
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.errors import CorruptFileError, FormatVersionError
+from slipstream.schema.flatten import Leaf, map_leaves
+from slipstream.schema.flatten import Path as TreePath
 from slipstream.store.local import make_folder, sync_folder
 from slipstream.store.lock import FileLock
 from slipstream.store.worker import Handle, Policy
 from slipstream.threads import background_threads
-from slipstream.tree import Leaf, map_leaves
-from slipstream.tree import Path as TreePath
 
 logger = logging.getLogger(__name__)
 

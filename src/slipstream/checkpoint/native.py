@@ -1,6 +1,6 @@
 """The native checkpoint format: a container whose entries are the distinct memory of a state's tensors.
 
-The value ``state`` is the structure, as `slipstream.tree` writes it. A tensor there names the entry that holds its
+The value ``state`` is the structure, as `slipstream.schema.flatten` writes it. A tensor there names the entry that holds its
 memory and how it sees it; tensors of up to 128 bytes (step counters, scalars) are written into the structure. A *delta*
 holds only what changed since its parent: entries that are equal are not there, others may be stored as a difference.
 See ``docs/formats/checkpoint.md``.
@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from slipstream.checkpoint.predict import Moments, Recipe, apply, find_moments, prediction, recipes, sample
 from slipstream.codecs import Codec, Difference, Planes, Raw, choose_codec
 from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError
+from slipstream.schema.flatten import TAG, Leaf, decode, encode
+from slipstream.schema.flatten import Path as TreePath
 from slipstream.store.container import Container, ContainerWriter, Reference, write_container
 from slipstream.tensors import View, array_of, carrier, check_storable, plan, settled, storage_of, view_storage
-from slipstream.tree import TAG, Leaf, decode, encode
-from slipstream.tree import Path as TreePath
 
 KIND = "checkpoint"
 _INLINE_BYTES = 128

@@ -30,8 +30,8 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import TornStateError
+from slipstream.schema.flatten import Leaf, Path, Slot, encode, map_leaves
 from slipstream.tensors import Region, View, check_storable, copy_memory, plan, settled, storage_of, view_storage
-from slipstream.tree import Leaf, Path, Slot, encode, map_leaves
 
 _ALIGNMENT = 64
 _PIECE_BYTES = 4 << 20

@@ -16,9 +16,9 @@ from slipstream.batches import build, flatten
 from slipstream.errors import CorruptFileError, RolloutError, naming
 from slipstream.rollout.files import RolloutFile, write_rollout, zstd_level
 from slipstream.rollout.layout import Field, Key, Layout, Node, Rollout, carrier_of, resolve_slice
+from slipstream.schema.flatten import import_tensordict
 from slipstream.tensors import View, check_storable, settled, storage_of, view_storage
 from slipstream.trajectory import NEXT, SharedNext, is_transposed
-from slipstream.tree import import_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

@@ -108,8 +108,8 @@ def _metadata(source: Path, *, decoded: bool) -> Any:
 def _only_tensors(state: Any, *, tensors_only: bool) -> dict[str, Any]:
     """Return a flat dict of tensors, none of which shares memory with another, as safetensors wants it."""
     from slipstream.cli.ckpt.leaves import is_tensor
+    from slipstream.schema.flatten import map_leaves
     from slipstream.tensors import check_storable, settled
-    from slipstream.tree import map_leaves
 
     tensors: dict[str, Any] = {}
     storages: set[int] = set()

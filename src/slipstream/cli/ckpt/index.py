@@ -16,7 +16,7 @@ from slipstream.cli.ckpt.reading import reading
 from slipstream.errors import CorruptFileError
 from slipstream.store.container import Container
 
-_TAG = "$"  # as in slipstream.tree, which would import torch
+_TAG = "$"  # as in slipstream.schema.flatten, which would import torch
 _MAX_BYTES = 1 << 48
 
 
@@ -81,7 +81,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _leaf_nodes(structure: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Walk a state as `slipstream.tree` writes it, and yield its tensors and arrays with their names."""
+    """Walk a state as `slipstream.schema.flatten` writes it, and yield its tensors and arrays with their names."""
     stack: list[tuple[tuple[str, ...], Any]] = [((), structure)]
     while stack:
         path, node = stack.pop()
@@ -101,7 +101,7 @@ def _members(node: Any) -> list[tuple[str, Any]]:
 
 
 def _shown(node: Any) -> Any:
-    """Return plain values as `slipstream.tree` writes them in the form that JSON would give them."""
+    """Return plain values as `slipstream.schema.flatten` writes them in the form that JSON would give them."""
     if isinstance(node, list):
         return [_shown(value) for value in node]
     if not isinstance(node, dict):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.tree import is_leaf, map_leaves
+from slipstream.schema.flatten import is_leaf, map_leaves
 
 
 def flatten(state: Any) -> dict[str, Any]:
