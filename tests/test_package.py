@@ -24,7 +24,7 @@ LAYERS = [
     {"store"},
     {"schema"},
     {"trajectory"},
-    {"tensors", "schema"},
+    {"tensors"},
     {"batches"},
     {"checkpoint", "datasets", "replay", "rollout"},
     {"collect"},

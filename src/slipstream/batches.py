@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.errors import UnsupportedStateError
-from slipstream.schema.flatten import import_tensordict
+from slipstream.tensors import import_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

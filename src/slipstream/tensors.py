@@ -1,55 +1,91 @@
-"""Where torch meets bytes: dtypes, shared storage, and the memory that tensors really occupy.
+"""Where torch meets bytes: the memory behind tensors, and values of torch.
 
 A state dict is a set of *views*. Tied weights are two views of the same memory; a slice is a small view of a large one;
-a channels-last weight is a permuted view. `plan` finds the distinct pieces of memory (*regions*) that a set of tensors
-covers, each once and none larger than needed, and how every tensor sees its region, so that they come back tied, small
-and strided as they were.
+a channels-last weight is a permuted view. `Regions` finds the distinct pieces of memory that a set of tensors covers,
+each once and none larger than needed, and how every tensor sees its piece. So tensors come back tied, small and strided
+as they were.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.errors import UnsupportedStateError
+from slipstream.errors import CorruptFileError, FormatVersionError
+from slipstream.schema.dtypes import DTYPES, DType, dtype_name
+from slipstream.schema.structure import contiguous_strides
+from slipstream.schema.values import TorchValues
+from slipstream.text import install_hint
 
-_PLAIN = {
-    torch.bool: "|b1",
-    torch.uint8: "|u1",
-    torch.int8: "|i1",
-    torch.int16: "<i2",
-    torch.int32: "<i4",
-    torch.int64: "<i8",
-    torch.float16: "<f2",
-    torch.float32: "<f4",
-    torch.float64: "<f8",
-    torch.complex64: "<c8",
-    torch.complex128: "<c16",
-}
+_ALIGNMENT = 64
+# Large copies are cut into pieces, between which other threads can run.
+_PIECE_BYTES = 4 << 20
+# Arrays of more axes are stored flat: containers allow no more.
+_MAX_AXES = 32
 
-
-def carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], bool]:
-    """Return the NumPy dtype that carries a torch dtype, and whether its words are floats that NumPy does not know."""
-    if dtype in _PLAIN:
-        return np.dtype(_PLAIN[dtype]), False
-    if dtype == torch.complex32:
-        return np.dtype("<u4"), False
-    return np.dtype(f"u{dtype.itemsize}"), dtype == torch.bfloat16
+# The dtypes that this version of torch has. Never `getattr` with a name from a file: it can import modules.
+_TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 
 
-_KINDS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+def import_tensordict() -> Any:
+    """Return the package tensordict, which only states with TensorDicts need.
+
+    Raises:
+        ImportError: If it is not installed. Names the extra that contains it.
+    """
+    try:
+        import tensordict  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ImportError(
+            f"TensorDicts need tensordict, which is not installed: {install_hint('train')}, or tensordict by itself"
+        ) from error
+    return tensordict
 
 
-@dataclass(frozen=True)
+def dtype_info(dtype: torch.dtype) -> DType:
+    """Return the name of a dtype and how NumPy carries it."""
+    return DTYPES[dtype_name(dtype)]
+
+
+class _RealValues(TorchValues):
+    """Builds real values of torch."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name not in _TORCH_DTYPES:
+            raise FormatVersionError(f"torch {torch.__version__} has no dtype {name!r}; install a newer torch")
+        found: torch.dtype = _TORCH_DTYPES[name]
+        return found
+
+    def device(self, name: str) -> torch.device:
+        try:
+            return torch.device(name)
+        except RuntimeError as error:
+            raise CorruptFileError(f"torch has no device {name!r}") from error
+
+    def size(self, sizes: list[int]) -> torch.Size:
+        return torch.Size(sizes)
+
+    def tensordict(self, members: dict[str, Any], batch_size: list[int]) -> Any:
+        make = import_tensordict().TensorDict
+        try:
+            return make(members, batch_size=batch_size)
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CorruptFileError(f"its members do not make a TensorDict of {batch_size} ({error})") from error
+
+
+TORCH = _RealValues()
+"""Makes `slipstream.schema.unflatten` build real values of torch."""
+
+
+@dataclass(frozen=True, slots=True)
 class View:
-    """How a tensor sees a region: where it starts, in bytes, and its dtype, shape and strides."""
+    """How a tensor sees a region: which, from which byte on, and its dtype, shape and strides (in elements)."""
 
     region: int
     offset: int
@@ -58,108 +94,145 @@ class View:
     stride: tuple[int, ...]
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Region:
-    """A piece of memory to be stored: its address, its size, and the tensors that keep it alive."""
+    """A piece of memory that tensors cover.
 
-    address: int
-    nbytes: int
-    tensors: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its content, or bytes if views of several dtypes share it."""
-        dtypes = {tensor.dtype for tensor in self.tensors}
-        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape to store it in: that of its tensor if that is simply laid out, else flat."""
-        first = self.tensors[0]
-        if first.is_contiguous() and first.numel() * first.itemsize == self.nbytes and self.dtype == first.dtype:
-            return tuple(first.shape)
-        return (self.nbytes // self.dtype.itemsize,)
-
-
-def check_storable(tensor: torch.Tensor, path: tuple[str, ...]) -> None:
-    """Raise `UnsupportedStateError` for tensors that are not a strided piece of memory."""
-    if type(tensor) in _KINDS and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta:
-        return
-    problem = None
-    if tensor.layout != torch.strided:
-        problem = f"has layout {tensor.layout}"
-    elif tensor.is_quantized:
-        problem = "is quantized"
-    elif tensor.device.type == "meta":
-        problem = "is a meta tensor without data"
-    else:
-        problem = f"is a {type(tensor).__qualname__}"
-    if problem:
-        name = "/".join(path) or "the state"
-        raise UnsupportedStateError(f"{name} {problem}, which cannot be stored; store a dense tensor, or save as .pt")
-
-
-def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without gradient history and lazy conjugation, so that its memory is its content."""
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Return how many bytes lie between the first and the last byte of a tensor, inclusive; 0 if it is empty."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
-
-
-def plan(tensors: Sequence[torch.Tensor]) -> tuple[list[Region], list[View]]:
-    """Find the memory that tensors cover and how each sees it.
-
-    The tensors must be settled and on one device. A tensor that is alone in its memory and has holes is gathered
-    (copied), so that a small view of a large storage stays small.
-
-    Returns:
-        The regions, and one view per tensor; a view of an empty tensor has region -1.
+    Attributes:
+        memory: Its bytes, as a flat uint8 tensor on the device of the tensors.
+        dtype: The dtype of its content, or uint8 if views of several dtypes share it.
+        shape: The shape to store it in: that of its first tensor if that covers it in order, else flat.
+        num_views: How many tensors see it.
     """
-    regions: list[Region] = []
-    home = [-1] * len(tensors)
-    for index in sorted(range(len(tensors)), key=lambda index: tensors[index].data_ptr()):
-        tensor = tensors[index]
-        if not tensor.numel():
-            continue
-        start, last = tensor.data_ptr(), regions[-1] if regions else None
-        if last and start < last.address + last.nbytes and _same_storage(last.tensors[0], tensor):
-            last.nbytes = max(last.nbytes, start + extent(tensor) - last.address)
-            last.tensors.append(tensor)
+
+    memory: torch.Tensor
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_views: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.memory.numel()
+
+    def array(self) -> NDArray[Any]:
+        """Return the memory as the NumPy array that carries its dtype. The memory must be on the host."""
+        return self.memory.numpy().view(dtype_info(self.dtype).carrier).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The distinct memory behind tensors, each piece once, and how every tensor sees it.
+
+    Attributes:
+        pieces: The memory.
+        views: One view per tensor, in their order. The view of an empty tensor has region -1.
+    """
+
+    pieces: list[Region]
+    views: list[View]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Regions:
+        """Find the memory that tensors cover; takes time linear in their number, but for a sort.
+
+        Copies nothing but tensors with holes that are alone in their memory: these are gathered, so that a small view
+        of a large storage stays small. Lazy conjugation and negation are resolved, which copies as well.
+
+        Args:
+            tensors: Strided tensors on one device.
+        """
+        resolved = [resolve(tensor) for tensor in tensors]
+        pieces: list[Region] = []
+        region_of_tensor = [-1] * len(tensors)
+        for group in _overlapping(resolved):
+            # A tensor alone in its memory may have holes: they are not worth storing.
+            if len(group) == 1:
+                resolved[group[0]] = _gather(resolved[group[0]])
+            for position in group:
+                region_of_tensor[position] = len(pieces)
+            pieces.append(_cover([resolved[position] for position in group]))
+        views = []
+        for tensor, region in zip(resolved, region_of_tensor, strict=True):
+            offset = 0
+            # In most regions there is one tensor, which begins where the region begins.
+            if region >= 0 and pieces[region].num_views > 1:
+                offset = tensor.data_ptr() - pieces[region].memory.data_ptr()
+            views.append(View(region, offset, tensor.dtype, tuple(tensor.shape), tensor.stride()))
+        return cls(pieces, views)
+
+    @classmethod
+    def join(cls, parts: Iterable[tuple[Sequence[int], Regions]], num_tensors: int) -> Regions:
+        """Combine the regions of several groups of tensors that share no memory.
+
+        Args:
+            parts: For every group, the positions of its tensors among all tensors, and its regions.
+            num_tensors: How many tensors there are in all groups.
+        """
+        pieces: list[Region] = []
+        views: list[Any] = [None] * num_tensors
+        for positions, part in parts:
+            for position, view in zip(positions, part.views, strict=True):
+                region = view.region
+                if region >= 0:
+                    region += len(pieces)
+                views[position] = View(region, view.offset, view.dtype, view.shape, view.stride)
+            pieces += part.pieces
+        return cls(pieces, views)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """How large a buffer `copy_into` needs: every piece begins at a multiple of 64 bytes."""
+        return sum(_aligned(piece.nbytes) for piece in self.pieces)
+
+    def copy_into(self, buffer: NDArray[np.uint8], stream: Any = None) -> Regions:
+        """Copy the memory into a buffer on the host, and return regions that refer to the copy.
+
+        Copies on the calling thread alone, and lets go of the GIL meanwhile.
+
+        Args:
+            buffer: At least `buffer_bytes` bytes.
+            stream: A CUDA stream to copy on, asynchronously; the buffer should be pinned. None blocks.
+        """
+        copies = []
+        start = 0
+        for piece in self.pieces:
+            # Every piece gets a storage of its own: `torch.save` writes whole storages.
+            copy = torch.frombuffer(buffer[start : start + piece.nbytes], dtype=torch.uint8)
+            if piece.memory.is_cpu:
+                _copy_on_host(copy, piece.memory)
+            else:
+                _copy_from_device(copy, piece.memory, stream)
+            copies.append(Region(copy, piece.dtype, piece.shape, piece.num_views))
+            start += _aligned(piece.nbytes)
+        return Regions(copies, self.views)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return tensors that see the memory, tied and strided as the originals."""
+        return [self.tensor(position) for position in range(len(self.views))]
+
+    def tensor(self, position: int) -> torch.Tensor:
+        """Return one of the tensors."""
+        view = self.views[position]
+        if view.region >= 0:
+            memory = self.pieces[view.region].memory
         else:
-            regions.append(Region(start, extent(tensor), [tensor]))
-        home[index] = len(regions) - 1
-    regions = [_tidy(region) for region in regions]
-    views = []
-    for tensor, region in zip(tensors, home, strict=True):
-        seen = regions[region].tensors[0] if region >= 0 and len(regions[region].tensors) == 1 else tensor
-        offset = seen.data_ptr() - regions[region].address if region >= 0 else 0
-        views.append(View(region, offset, seen.dtype, tuple(seen.shape), seen.stride()))
-    return regions, views
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return _see(memory, view)
 
 
-def _tidy(region: Region) -> Region:
-    first = region.tensors[0]
-    if len(region.tensors) == 1 and region.nbytes > first.numel() * first.itemsize:
-        gathered = first.contiguous()
-        return Region(gathered.data_ptr(), extent(gathered), [gathered])
-    if len({tensor.dtype for tensor in region.tensors}) > 1:
-        # Views of several dtypes: start where each of them can count in its own elements.
-        slack = (region.address - first.untyped_storage().data_ptr()) % 16
-        return Region(region.address - slack, region.nbytes + slack, region.tensors)
-    return region
-
-
-def _same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+def region_of(array: NDArray[Any]) -> Region:
+    """Return the memory of a contiguous array as a region, which keeps it alive."""
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+    # Torch makes no tensor from a buffer of no bytes.
+    if array.nbytes:
+        memory = torch.frombuffer(array.reshape(-1).view(np.uint8), dtype=torch.uint8)
+    return Region(memory, torch.uint8, (array.nbytes,), num_views=1)
 
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:
@@ -167,19 +240,111 @@ def copy_memory(target: int, source: int, nbytes: int) -> None:
     ctypes.memmove(target, source, nbytes)
 
 
-def storage_of(memory: NDArray[np.uint8]) -> torch.UntypedStorage:
-    """Return a torch storage of exactly this memory, which it keeps alive."""
-    tensor = torch.frombuffer(memory, dtype=torch.uint8) if memory.size else torch.empty(0, device="cpu")
-    return tensor.untyped_storage()
+def tensor_of(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor that shares the memory of a contiguous array, which carries the dtype of that name."""
+    view = View(0, 0, TORCH.dtype(dtype), shape, contiguous_strides(shape))
+    return _see(region_of(array).memory, view)
 
 
-def view_storage(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
-    """Return a tensor that sees a storage; tensors of one storage are tied."""
-    tensor = torch.empty(0, dtype=view.dtype, device="cpu")
-    return tensor.set_(storage, view.offset // view.dtype.itemsize, view.shape, view.stride)
+def with_flags(tensor: torch.Tensor, node: Mapping[str, Any]) -> torch.Tensor:
+    """Return a tensor as the node in its structure says: as a parameter, or requiring gradients."""
+    requires_grad = bool(node.get("requires_grad"))
+    if node.get("parameter"):
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)
 
 
-def array_of(memory: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> NDArray[Any]:
-    """View raw memory as the NumPy array that carries a tensor of this dtype and shape."""
-    kind, _ = carrier(dtype)
-    return memory.view(kind).reshape(shape if math.prod(shape) * kind.itemsize == memory.nbytes else -1)
+def resolve(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without gradient history and lazy conjugation, so that its memory is its content."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Group the tensors that overlap in memory, by position; tensors without elements are in no group."""
+    spans = []
+    for position, tensor in enumerate(tensors):
+        if tensor.numel():
+            start = tensor.data_ptr()
+            spans.append((tensor.untyped_storage().data_ptr(), start, position, start + _extent(tensor)))
+    # In the order of addresses, a tensor overlaps with the group before it or with none.
+    spans.sort()
+    groups: list[list[int]] = []
+    group_storage = 0
+    group_stop = 0
+    for storage, start, position, stop in spans:
+        if storage == group_storage and start < group_stop:
+            groups[-1].append(position)
+            group_stop = max(group_stop, stop)
+        else:
+            groups.append([position])
+            group_storage = storage
+            group_stop = stop
+    return groups
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first to the last element of a tensor that is not empty, inclusive."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without holes. One that repeats its elements stays as it is: it is smaller that way."""
+    if _extent(tensor) > tensor.nbytes:
+        return tensor.contiguous()
+    return tensor
+
+
+def _cover(tensors: Sequence[torch.Tensor]) -> Region:
+    """Return the region that overlapping tensors cover; they are in the order of their addresses."""
+    first = tensors[0]
+    storage = first.untyped_storage()
+    address = storage.data_ptr()
+    start = first.data_ptr() - address
+    stop = start
+    for tensor in tensors:
+        stop = max(stop, tensor.data_ptr() - address + _extent(tensor))
+    dtype = first.dtype
+    if len(tensors) > 1 and len({tensor.dtype for tensor in tensors}) > 1:
+        # Views of several dtypes: begin where each of them can count in elements.
+        start -= start % 16
+        dtype = torch.uint8
+    memory = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, start, (stop - start,), (1,))
+    shape: tuple[int, ...] = ((stop - start) // dtype.itemsize,)
+    if dtype == first.dtype and first.is_contiguous() and first.nbytes == stop - start and first.ndim <= _MAX_AXES:
+        shape = tuple(first.shape)
+    return Region(memory, dtype, shape, len(tensors))
+
+
+def _see(memory: torch.Tensor, view: View) -> torch.Tensor:
+    """Return a tensor that sees the memory of a region."""
+    offset = (memory.storage_offset() + view.offset) // view.dtype.itemsize
+    tensor = torch.empty(0, dtype=view.dtype, device=memory.device)
+    return tensor.set_(memory.untyped_storage(), offset, view.shape, view.stride)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    target_address = target.data_ptr()
+    source_address = source.data_ptr()
+    nbytes = source.numel()
+    for start in range(0, nbytes, _PIECE_BYTES):
+        copy_memory(target_address + start, source_address + start, min(_PIECE_BYTES, nbytes - start))
+
+
+def _copy_from_device(target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    if stream is None:
+        target.copy_(source)
+        return
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        # Keeps the allocator from reusing the memory before the copy is done.
+        source.record_stream(stream)

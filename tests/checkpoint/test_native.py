@@ -300,7 +300,7 @@ def test_a_state_nested_too_deeply_is_refused_with_a_sentence(tmp_path):
     state: Any = 1
     for _ in range(3000):
         state = [state]
-    with pytest.raises(UnsupportedStateError, match="nested too deeply"):
+    with pytest.raises(UnsupportedStateError, match="is nested more than 100 levels deep"):
         write_native(tmp_path / "c.slip", state)
     assert list(tmp_path.iterdir()) == []
 

@@ -14,9 +14,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from slipstream import AsyncCheckpointSaver, BackgroundError, TornStateError, UnsupportedStateError, load_checkpoint
+from slipstream import (
+    AsyncCheckpointSaver,
+    BackgroundError,
+    TornStateError,
+    UnsupportedStateError,
+    load_checkpoint,
+    tensors,
+)
 from slipstream.checkpoint import saver as saver_module
-from slipstream.checkpoint import snapshot
 from slipstream.checkpoint.native import write_native
 from slipstream.tensors import copy_memory
 
@@ -216,7 +222,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             assert go.wait(30)
         copy_memory(*arguments)
 
-    monkeypatch.setattr(snapshot, "copy_memory", wait_then_copy)
+    monkeypatch.setattr(tensors, "copy_memory", wait_then_copy)
     return go
 
 

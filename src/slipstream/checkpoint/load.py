@@ -9,13 +9,16 @@ from typing import Any, Literal
 
 import torch
 
-from slipstream.checkpoint.native import NativeFile, path_matches
+from slipstream.checkpoint.native import NativeFile
 from slipstream.checkpoint.portable import read_portable
 from slipstream.errors import CorruptFileError
 from slipstream.memory import machine_bytes
-from slipstream.schema.flatten import is_tensordict, map_leaves
+from slipstream.schema.flatten import flatten
+from slipstream.schema.structure import matching
+from slipstream.schema.unflatten import unflatten
 from slipstream.store.container import MAGIC
 from slipstream.store.local import open_regular
+from slipstream.tensors import TORCH
 from slipstream.text import install_hint
 
 Format = Literal["native", "lz4", "pt", "safetensors"]
@@ -97,22 +100,28 @@ def move(state: Any, device: str | torch.device) -> Any:
     """Move every tensor of a nested state to a device; tied tensors stay tied."""
     if torch.device(device).type == "cpu":
         return state
+    tree = flatten(state, opaque=True)
     moved: dict[int, torch.Tensor] = {}
+    leaves = []
+    for leaf in tree.leaves:
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(_transfer(leaf, device, moved))
+        else:
+            leaves.append(leaf)
+    return unflatten(tree.structure, leaves, tree.objects, TORCH)
 
-    def transfer(leaf: Any, _: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        key = leaf.untyped_storage().data_ptr()
-        if key not in moved:
-            flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(leaf.untyped_storage())
-            moved[key] = flat.to(device)
-        target = torch.empty(0, dtype=leaf.dtype, device=device)
-        target.set_(moved[key].untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
-        if isinstance(leaf, torch.nn.Parameter):
-            return torch.nn.Parameter(target, requires_grad=leaf.requires_grad)
-        return target.requires_grad_(leaf.requires_grad)
 
-    return map_leaves(state, transfer, lambda value, _: value)
+def _transfer(tensor: torch.Tensor, device: str | torch.device, moved: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Move a tensor with its whole storage; `moved` has the storages that were moved before, by address."""
+    key = tensor.untyped_storage().data_ptr()
+    if key not in moved:
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
+        moved[key] = flat.to(device)
+    target = torch.empty(0, dtype=tensor.dtype, device=device)
+    target.set_(moved[key].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(target, requires_grad=tensor.requires_grad)
+    return target.requires_grad_(tensor.requires_grad)
 
 
 def _load_safetensors(path: Path, device: str | torch.device) -> Any:
@@ -129,21 +138,7 @@ def _load_safetensors(path: Path, device: str | torch.device) -> Any:
 
 
 def _select(path: Path, state: Any, keys: tuple[str, ...]) -> Any:
-    missing = object()
-
-    def walk(node: Any, at: tuple[str, ...]) -> Any:
-        if at and path_matches(at, keys):
-            return node
-        if isinstance(node, dict) or is_tensordict(node):
-            kept = {key: walk(value, (*at, str(key))) for key, value in node.items()}
-            kept = {key: value for key, value in kept.items() if value is not missing}
-            return kept or missing
-        if isinstance(node, (list, tuple)):
-            items = [walk(value, (*at, str(i))) for i, value in enumerate(node)]
-            return [value for value in items if value is not missing] or missing
-        return missing
-
-    selected = walk(state, ())
-    if selected is missing:
+    selected = flatten(state, opaque=True).select(matching(keys))
+    if selected is None:
         raise KeyError(f"{path}: nothing in it matches {', '.join(map(repr, keys))}")
-    return selected
+    return unflatten(selected.structure, selected.leaves, selected.objects, TORCH)

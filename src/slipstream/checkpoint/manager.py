@@ -19,15 +19,16 @@ from typing import Any, Literal, Self
 import torch
 
 from slipstream.checkpoint.load import move
-from slipstream.checkpoint.native import NativeFile, Parent, Written, path_matches, write_native
+from slipstream.checkpoint.native import NativeFile, Parent, Written, write_native
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.errors import CorruptFileError, FormatVersionError
-from slipstream.schema.flatten import Leaf, map_leaves
-from slipstream.schema.flatten import Path as TreePath
+from slipstream.schema.flatten import flatten
+from slipstream.schema.unflatten import unflatten
 from slipstream.store.local import make_folder, sync_folder
 from slipstream.store.lock import FileLock
 from slipstream.store.worker import Handle, Policy
+from slipstream.tensors import TORCH
 from slipstream.threads import background_threads
 
 logger = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ class CheckpointManager:
             return Restored(step, move(file.load(keys), device), metrics)
 
     def _write(self, path: Path, snapshot: Snapshot, metadata: Any) -> tuple[Path, int, int]:
-        state = snapshot.state()
+        state = snapshot.flat()
         with self._folder_lock():
             parent = self._parent()
             written = write_native(path, state, metadata, parent, background_threads(), compress=self.compress)
@@ -296,15 +297,15 @@ class CheckpointManager:
     def _thin(self, step: int, thin: Thin) -> None:
         path = self.path(step)
         with NativeFile(path) as file:
-            state, metadata = file.load(), file.metadata
-
-        def shrink(leaf: Leaf, _: TreePath) -> Any:
+            tree = flatten(file.load(drop=thin.drop))
+            metadata = {**file.metadata, "thinned": True}
+        leaves = []
+        for leaf in tree.leaves:
             if isinstance(leaf, torch.Tensor) and thin.dtype is not None and leaf.dtype == torch.float32:
-                return leaf.detach().to(thin.dtype)
-            return leaf
-
-        state = map_leaves(_without(state, thin.drop, ()), shrink, lambda value, _: value)
-        metadata = {**metadata, "thinned": True}
+                leaves.append(leaf.detach().to(thin.dtype))
+            else:
+                leaves.append(leaf)
+        state = unflatten(tree.structure, leaves, torch=TORCH)
         write_native(path, state, metadata, threads=background_threads(), compress=self.compress)
 
     def _sweep_bases(self) -> None:
@@ -355,11 +356,3 @@ def _best_of(infos: list[_Info], keep_best: tuple[str, str]) -> int | None:
         return None
     sign = 1 if mode == "max" else -1
     return max(comparable, key=lambda pair: (sign * pair[0], pair[1]))[1]
-
-
-def _without(node: Any, drop: tuple[str, ...], path: TreePath) -> Any:
-    """Return a state without the branches whose paths match."""
-    if isinstance(node, dict):
-        kept = ((key, value, (*path, str(key))) for key, value in node.items())
-        return type(node)((k, _without(v, drop, at)) for k, v, at in kept if not path_matches(at, drop))
-    return node

@@ -1,6 +1,6 @@
 """The native checkpoint format: a container whose entries are the distinct memory of a state's tensors.
 
-The value ``state`` is the structure, as `slipstream.schema.flatten` writes it. A tensor there names the entry that holds its
+The value ``state`` is the structure, as `slipstream.schema` writes it. A tensor there names the entry that holds its
 memory and how it sees it; tensors of up to 128 bytes (step counters, scalars) are written into the structure. A *delta*
 holds only what changed since its parent: entries that are equal are not there, others may be stored as a difference.
 See ``docs/formats/checkpoint.md``.
@@ -9,9 +9,8 @@ See ``docs/formats/checkpoint.md``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,11 +20,17 @@ from numpy.typing import NDArray
 
 from slipstream.checkpoint.predict import Moments, Recipe, apply, find_moments, prediction, recipes, sample
 from slipstream.codecs import Codec, Difference, Planes, Raw, choose_codec
-from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError
-from slipstream.schema.flatten import TAG, Leaf, decode, encode
-from slipstream.schema.flatten import Path as TreePath
+from slipstream.errors import CorruptFileError, naming
+from slipstream.schema.dtypes import DType
+from slipstream.schema.flatten import Tree, flatten
+from slipstream.schema.nodes import TAG, Key, name_of
+from slipstream.schema.structure import Leaf, contiguous_strides, leaves_of, matching, memory_end, select
+from slipstream.schema.structure import drop as drop_branches
+from slipstream.schema.unflatten import unflatten
 from slipstream.store.container import Container, ContainerWriter, Reference, write_container
-from slipstream.tensors import View, array_of, carrier, check_storable, plan, settled, storage_of, view_storage
+from slipstream.store.index import DTYPES as CONTAINER_DTYPES
+from slipstream.store.index import MAX_AXES
+from slipstream.tensors import TORCH, Region, Regions, View, dtype_info, region_of, with_flags
 
 KIND = "checkpoint"
 _INLINE_BYTES = 128
@@ -68,96 +73,111 @@ class Written:
     content: Content
 
 
-@dataclass
-class _Collector:
-    """Gathers the leaves of a state while its structure is written, then finds the memory behind them."""
+@dataclass(frozen=True)
+class Flat:
+    """A state that is ready to be written.
 
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    nodes: list[dict[str, Any]] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    paths: list[TreePath] = field(default_factory=list)
+    Attributes:
+        tree: Its structure and its arrays. Tensors may be missing from its leaves.
+        regions: The memory of its tensors, in their order. It must be on the host.
+    """
+
+    tree: Tree
+    regions: Regions
+
+
+def flatten_state(state: Any, key: Key = ()) -> Flat:
+    """Take a state apart without copying it; tensors on other devices are copied to the host.
+
+    Raises:
+        UnsupportedStateError: If the state holds anything that cannot be stored as data.
+    """
+    tree = flatten(state, key=key)
+    tensors = [leaf.cpu() for leaf in tree.leaves if isinstance(leaf, torch.Tensor)]
+    return Flat(tree, Regions.of(tensors))
+
+
+@dataclass
+class _Entries:
+    """The entries of a file: the arrays of a state, and the memory of its tensors, each piece once.
+
+    Putting a state in writes into the nodes of its structure where the content of each leaf is.
+    """
+
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     codecs: dict[str, Codec | None] = field(default_factory=dict)  # None: choose when it is written
-    entry_of: dict[TreePath, str] = field(default_factory=dict)
+    entry_of: dict[Key, str] = field(default_factory=dict)
     raw_bytes: int = 0
 
-    def leaf(self, leaf: Leaf, path: TreePath) -> dict[str, Any]:
-        name = "/".join(path) or "state"
-        if isinstance(leaf, np.ndarray):
-            return self._array(np.asarray(leaf), name)
-        check_storable(leaf, path)
-        node: dict[str, Any] = {
-            TAG: "tensor",
-            "dtype": str(leaf.dtype).removeprefix("torch."),
-            "shape": list(leaf.shape),
-        }
-        if isinstance(leaf, torch.nn.Parameter):
-            node["parameter"] = True
-        if leaf.requires_grad:
-            node["requires_grad"] = True
-        self.tensors.append(settled(leaf).cpu())
-        self.nodes.append(node)
-        self.names.append(name)
-        self.paths.append(path)
-        return node
+    def add_arrays(self, tree: Tree) -> None:
+        """Add the NumPy arrays of a state."""
+        for (key, node), leaf in zip(tree.nodes, tree.leaves, strict=True):
+            if node[TAG] != "array":
+                continue
+            self.raw_bytes += leaf.nbytes
+            # Containers hold numbers only, so that short texts and dates are written into the structure too.
+            if leaf.nbytes <= _INLINE_BYTES or leaf.dtype.str not in CONTAINER_DTYPES:
+                node["hex"] = leaf.tobytes().hex()
+                continue
+            codec: Codec | None = None
+            if leaf.nbytes < _SMALL_BYTES:
+                codec = Raw()
+            node["entry"] = self._add(name_of(key), _limit_axes(np.asarray(leaf)), codec)
 
-    def _array(self, array: NDArray[Any], name: str) -> dict[str, Any]:
-        node: dict[str, Any] = {TAG: "array", "dtype": array.dtype.str, "shape": list(array.shape)}
-        self.raw_bytes += array.nbytes
-        if array.nbytes <= _INLINE_BYTES:
-            return {**node, "hex": array.tobytes().hex()}
-        return {**node, "entry": self._add(name, array, None if array.nbytes >= _SMALL_BYTES else Raw())}
+    def add_tensors(self, tree: Tree, regions: Regions) -> None:
+        """Add the memory of the tensors of a state."""
+        entries: dict[int, str] = {}
+        tensors = [(key, node) for key, node in tree.nodes if node[TAG] == "tensor"]
+        for (key, node), view in zip(tensors, regions.views, strict=True):
+            if view.region < 0:
+                node["hex"] = ""
+            else:
+                self._place(key, node, view.region, regions.pieces[view.region], entries)
+            if view.offset:
+                node["offset"] = view.offset
+            if view.stride != contiguous_strides(view.shape):
+                node["stride"] = list(view.stride)
+
+    def _place(self, key: Key, node: dict[str, Any], number: int, region: Region, entries: dict[int, str]) -> None:
+        """Say in a node where its memory is, and add the memory with the first node that sees it."""
+        if number not in entries:
+            self.raw_bytes += region.nbytes
+            array = region.array()
+            # Step counters and other scalars: an entry in the index would take more than they do.
+            if region.nbytes <= _INLINE_BYTES and region.num_views == 1:
+                node["hex"] = array.tobytes().hex()
+                return
+            entries[number] = self._add(name_of(key), array, _codec_for(dtype_info(region.dtype), region.nbytes))
+        node["entry"] = entries[number]
+        self.entry_of[tuple(map(str, key))] = entries[number]
 
     def _add(self, name: str, array: NDArray[Any], codec: Codec | None) -> str:
-        unique, number = name, 2
+        unique = name
+        number = 2
         while unique in self.arrays:
-            unique, number = f"{name}#{number}", number + 1
-        self.arrays[unique], self.codecs[unique] = array, codec
+            unique = f"{name}#{number}"
+            number += 1
+        self.arrays[unique] = array
+        self.codecs[unique] = codec
         return unique
 
-    def find_memory(self) -> None:
-        """Turn the tensors into entries, each piece of memory once."""
-        regions, views = plan(self.tensors)
-        homes: list[str | None]
-        first_name = {view.region: name for view, name in zip(reversed(views), reversed(self.names), strict=True)}
-        homes = [None] * len(regions)
-        for number in dict.fromkeys(view.region for view in views if view.region >= 0):  # in the order of the state
-            region = regions[number]
-            start = region.address - region.tensors[0].untyped_storage().data_ptr()
-            content = torch.empty(0, dtype=torch.uint8, device="cpu")
-            content.set_(region.tensors[0].untyped_storage(), start, (region.nbytes,), (1,))
-            self.raw_bytes += region.nbytes
-            array = array_of(content.numpy(), region.dtype, region.shape)
-            inline = region.nbytes <= _INLINE_BYTES and len(region.tensors) == 1
-            if not inline:
-                homes[number] = self._add(first_name[number], array, _codec_for(region.dtype, region.nbytes))
-            else:
-                node = self.nodes[next(i for i, view in enumerate(views) if view.region == number)]
-                node["hex"] = content.numpy().tobytes().hex()
-        for node, view, path in zip(self.nodes, views, self.paths, strict=True):
-            entry = homes[view.region] if view.region >= 0 else None
-            _describe(node, view, entry)
-            if entry is not None:
-                self.entry_of[path] = entry
+
+def _limit_axes(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array that a container can hold: the structure says which shape it has."""
+    if array.ndim <= MAX_AXES:
+        return array
+    return array.reshape(-1)
 
 
-def _describe(node: dict[str, Any], view: View, entry: str | None) -> None:
-    if view.region < 0:
-        node["hex"] = ""
-    if entry is not None:
-        node["entry"] = entry
-    if view.offset:
-        node["offset"] = view.offset
-    if view.stride != torch.empty(view.shape, device="meta").stride():
-        node["stride"] = list(view.stride)
-
-
-def _codec_for(dtype: torch.dtype, nbytes: int) -> Codec | None:
+def _codec_for(dtype: DType, nbytes: int) -> Codec | None:
+    """Return the codec for a region, or None to choose it by a sample."""
     if nbytes < _SMALL_BYTES:
         return Raw()
-    if dtype.is_floating_point and dtype.itemsize > 1:
-        return Planes(floating=carrier(dtype)[1] or None)
-    return Planes() if dtype.is_complex else None
+    if dtype.is_float and dtype.itemsize > 1:
+        return Planes(floating=dtype.is_hidden_float or None)
+    if dtype.is_complex:
+        return Planes()
+    return None
 
 
 def write_native(
@@ -173,7 +193,7 @@ def write_native(
 
     Args:
         path: The file to create or replace.
-        state: Nested dicts, lists, tuples and TensorDicts of tensors, arrays and plain values.
+        state: Nested dicts, lists, tuples and TensorDicts of tensors, arrays and plain values; or a `Flat` one.
         metadata: Anything of plain values that should be readable without the tensors.
         parent: Store only what changed since this checkpoint.
         threads: How many threads encode; by default one per core.
@@ -183,25 +203,27 @@ def write_native(
         UnsupportedStateError: If the state holds anything that cannot be stored as data.
         WriteError: If the file cannot be written.
     """
-    collector = _Collector()
-    try:
-        structure = encode(state, collector.leaf)
-        described = encode(metadata, collector.leaf, ("metadata",))
-    except RecursionError:
-        raise UnsupportedStateError("the state is nested too deeply to be stored") from None
-    collector.find_memory()
+    if not isinstance(state, Flat):
+        state = flatten_state(state)
+    described = flatten_state(metadata, ("metadata",))
+    entries = _Entries()
+    # Arrays come first in the file, then the memory of tensors: golden files have this order.
+    entries.add_arrays(state.tree)
+    entries.add_arrays(described.tree)
+    entries.add_tensors(state.tree, state.regions)
+    entries.add_tensors(described.tree, described.regions)
     if not compress:
-        collector.codecs = dict.fromkeys(collector.codecs, Raw())
-    content = Content(collector.arrays, find_moments(state, collector.entry_of))
+        entries.codecs = dict.fromkeys(entries.codecs, Raw())
+    content = Content(entries.arrays, _find_moments(state, entries.entry_of))
     parents: tuple[str, ...] = ()
     with write_container(path, kind=KIND, threads=threads) as writer:
         if parent:
-            same, predicted = _add_changes(writer, content, collector.codecs, parent.content)
+            same, predicted = _add_changes(writer, content, entries.codecs, parent.content)
         else:
             for name, array in content.arrays.items():
-                writer.add(name, array, collector.codecs[name])
-        writer.set("state", structure)
-        writer.set("metadata", described)
+                writer.add(name, array, entries.codecs[name])
+        writer.set("state", state.tree.structure)
+        writer.set("metadata", described.tree.structure)
         if parent:
             parents = (parent.identity, *parent.parents)
             relative = os.path.relpath(parent.path, Path(path).parent)
@@ -215,7 +237,23 @@ def write_native(
                     "predicted": {name: recipe.to_json() for name, recipe in predicted.items()},
                 },
             )
-    return Written(collector.raw_bytes, writer.file_bytes, writer.identity, parents, content)
+    return Written(entries.raw_bytes, writer.file_bytes, writer.identity, parents, content)
+
+
+def _find_moments(state: Flat, entry_of: Mapping[Key, str]) -> dict[str, Moments]:
+    """Find the moments of Adam in a state, if it has any."""
+    if not any(key[-1] == "exp_avg" for key in entry_of if key):
+        return {}
+    # Of the tensors, only the step counters are looked at.
+    tensors = iter(range(len(state.regions.views)))
+    leaves: list[Any] = []
+    for _, node in state.tree.nodes:
+        leaves.append(None)
+        if node[TAG] == "tensor":
+            position = next(tensors)
+            if not node["shape"]:
+                leaves[-1] = state.regions.tensor(position)
+    return find_moments(unflatten(state.tree.structure, leaves), entry_of)
 
 
 def _add_changes(
@@ -286,6 +324,7 @@ class NativeFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.container = Container(path)
         self._parent: NativeFile | None = None
+        self._entries = self.container.entries
         values = self.container.values
         if self.container.kind != KIND or "state" not in values:
             self.container.close()
@@ -299,7 +338,8 @@ class NativeFile:
     @property
     def metadata(self) -> Any:
         """What was saved as metadata."""
-        return self._decode(self.container.values.get("metadata"))
+        with naming(self.container.path):
+            return self._decode(self.container.values.get("metadata"))
 
     @property
     def depth(self) -> int:
@@ -328,11 +368,11 @@ class NativeFile:
         for name, recipe in needs.items():
             if recipe is not None:
                 old.update(recipe.old)
-            elif name not in self.container.entries or self.container.entries[name].codec.needs_reference:
+            elif name not in self._entries or self._entries[name].codec.needs_reference:
                 old.add(name)
         before = self.open_parent().read_many(old, threads) if old else {}
-        memory = {name: before[name] for name in needs if name not in self.container.entries}
-        left = [name for name in needs if name in self.container.entries]
+        memory = {name: before[name] for name in needs if name not in self._entries}
+        left = [name for name in needs if name in self._entries]
         while left:
             ready = [name for name in left if (recipe := needs[name]) is None or memory.keys() >= set(recipe.new)]
             if not ready:
@@ -353,9 +393,9 @@ class NativeFile:
             name = left.pop()
             if name in needs:
                 continue
-            entry = self.container.entries.get(name)
+            entry = self._entries.get(name)
             if entry is None and name not in same:
-                self.container.read(name)  # raises, and names what there is
+                raise CorruptFileError(f"{self.container.path}: the state needs entry {name!r}, which is missing")
             recipe = None
             if entry is not None and entry.codec.needs_reference and name in predicted:
                 try:
@@ -374,7 +414,7 @@ class NativeFile:
         memory: Mapping[str, NDArray[Any]],
     ) -> Reference | None:
         """Return what an entry is stored against: an array of the parent, or a prediction."""
-        entry = self.container.entries[name]
+        entry = self._entries[name]
         if not entry.codec.needs_reference:
             return None
         arrays = [before[name]] if recipe is None else _inputs(recipe, before, memory)
@@ -382,33 +422,29 @@ class NativeFile:
             raise CorruptFileError(f"{self.container.path}: entry {name!r} is stored against arrays of other shapes")
         return arrays[0] if recipe is None else prediction(recipe, arrays)
 
-    def load(self, keys: Collection[str] | None = None) -> Any:
-        """Read the state, or the part of it whose paths match `keys`; only the tensors in it are read."""
-        structure = self.structure if keys is None else _prune(self.structure, tuple(keys), ())
-        if structure is _NOTHING:
-            raise KeyError(f"{self.container.path}: nothing in it matches {', '.join(map(repr, keys or ()))}")
-        return self._decode(structure)
+    def load(self, keys: Collection[str] | None = None, drop: Collection[str] = ()) -> Any:
+        """Read the state, or a part of it; only the tensors in that part are read.
+
+        Args:
+            keys: Read only the branches whose names match one of these patterns.
+            drop: Leave out the branches whose names match one of these patterns.
+        """
+        with naming(self.container.path):
+            structure = self.structure
+            if keys is not None:
+                structure = select(structure, matching(tuple(keys)))
+                if structure is None:
+                    raise KeyError(f"{self.container.path}: nothing in it matches {', '.join(map(repr, keys))}")
+            if drop:
+                structure = drop_branches(structure, matching(tuple(drop)))
+            return self._decode(structure)
 
     def _decode(self, structure: Any) -> Any:
-        """Read the memory that a structure refers to, and put it together."""
-        names: set[str] = set()
-
-        def read() -> Any:
-            _visit(structure, lambda node: names.add(node["entry"]) if isinstance(node.get("entry"), str) else None)
-            return decode(structure, self._leaf_reader(self.read_many(sorted(names))))
-
-        return self.guarded(read)
-
-    def guarded(self, read: Callable[[], Any]) -> Any:
-        """Run `read`, and name the file in what it raises."""
-        try:
-            return read()
-        except (CorruptFileError, FormatVersionError) as error:
-            if str(error).startswith(str(self.container.path)):
-                raise
-            raise type(error)(f"{self.container.path}: {error}") from error
-        except RecursionError:
-            raise CorruptFileError(f"{self.container.path}: its state is nested too deeply") from None
+        """Read the memory that a structure refers to, and build the values."""
+        leaves = list(leaves_of(structure))
+        names = {node["entry"] for _, node in leaves if "entry" in node}
+        memory = self.read_many(sorted(names))
+        return unflatten(structure, _build_leaves(leaves, memory), torch=TORCH)
 
     def open_parent(self) -> NativeFile:
         """Return the checkpoint that this one is stored against."""
@@ -432,23 +468,6 @@ class NativeFile:
             self._parent = parent
         return self._parent
 
-    def _leaf_reader(self, memory: Mapping[str, NDArray[Any]]) -> Callable[[Mapping[str, Any]], Leaf]:
-        shared: dict[str, torch.UntypedStorage] = {}
-
-        def read(node: Mapping[str, Any]) -> Leaf:
-            name = node.get("entry")
-            if "hex" in node:
-                content = np.frombuffer(bytearray(bytes.fromhex(node["hex"])), np.uint8)
-            else:
-                content = memory[node["entry"]].reshape(-1).view(np.uint8)
-            if node[TAG] == "array":
-                array: NDArray[Any] = content.view(np.dtype(node["dtype"])).reshape(node["shape"])
-                return array
-            storage = storage_of(content) if "hex" in node else shared.setdefault(str(name), storage_of(content))
-            return _tensor(node, storage)
-
-        return read
-
 
 def _is_parent(node: Any) -> bool:
     """Tell whether this is what `write_native` says of a parent, as far as its types go."""
@@ -458,61 +477,45 @@ def _is_parent(node: Any) -> bool:
     return isinstance(same, list) and all(isinstance(name, str) for name in same)
 
 
-def _tensor(node: Mapping[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
-    dtype = getattr(torch, node["dtype"])
-    shape = tuple(node["shape"])
-    stride = tuple(node.get("stride") or torch.empty(shape, device="meta").stride())
-    view = View(0, node.get("offset", 0), dtype, shape, stride)
-    numbers = [view.offset, *shape, *stride]
-    if not isinstance(dtype, torch.dtype) or any(type(number) is not int or number < 0 for number in numbers):
-        raise CorruptFileError("a tensor of the state has a dtype or shape that no writer writes")
-    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if 0 not in shape else 0
-    if view.offset % dtype.itemsize or view.offset + last * dtype.itemsize > storage.nbytes():
-        raise CorruptFileError("a tensor of the state reaches beyond the memory that was stored for it")
-    tensor = view_storage(storage, view)
-    if node.get("parameter"):
-        return torch.nn.Parameter(tensor, requires_grad=bool(node.get("requires_grad")))
-    return tensor.requires_grad_() if node.get("requires_grad") else tensor
+def _build_leaves(leaves: Sequence[tuple[Leaf, Any]], memory: Mapping[str, NDArray[Any]]) -> list[Any]:
+    """Return the arrays and tensors of a structure; tensors of the same entry are tied."""
+    values: list[Any] = []
+    pieces = [region_of(array) for array in memory.values()]
+    number_of = {name: number for number, name in enumerate(memory)}
+    views: list[View] = []
+    for leaf, node in leaves:
+        content = _content(leaf, node, memory)
+        if leaf.is_array:
+            values.append(_array(leaf, content))
+            continue
+        if memory_end(leaf, node) > content.nbytes:
+            raise CorruptFileError(f"{leaf.name!r} reaches beyond the memory that was stored for it")
+        if "entry" in node:
+            number = number_of[node["entry"]]
+        else:
+            number = len(pieces)
+            pieces.append(region_of(content))
+        stride = tuple(node.get("stride") or contiguous_strides(leaf.shape))
+        views.append(View(number, node.get("offset", 0), TORCH.dtype(leaf.dtype), leaf.shape, stride))
+        values.append(None)
+    tensors = iter(Regions(pieces, views).tensors())
+    for position, (leaf, node) in enumerate(leaves):
+        if not leaf.is_array:
+            values[position] = with_flags(next(tensors), node)
+    return values
 
 
-_NOTHING = object()
+def _content(leaf: Leaf, node: Mapping[str, Any], memory: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8]:
+    if "entry" in node:
+        return memory[node["entry"]].reshape(-1).view(np.uint8)
+    try:
+        # A bytearray, because the tensors of a state can be written to.
+        return np.frombuffer(bytearray(bytes.fromhex(node["hex"])), np.uint8)
+    except ValueError as error:
+        raise CorruptFileError(f"{leaf.name!r} has content that is not hexadecimal") from error
 
 
-def path_matches(path: TreePath, keys: tuple[str, ...]) -> bool:
-    """Tell whether a path, or a part of it from the top, is one of `keys`; keys may hold * and ?."""
-    return any(fnmatchcase("/".join(path[: i + 1]), key) for i in range(len(path)) for key in keys)
-
-
-def _prune(node: Any, keys: tuple[str, ...], path: TreePath) -> Any:
-    """Return the part of a structure whose paths match, or `_NOTHING`."""
-    if path and path_matches(path, keys):
-        return node
-    if isinstance(node, dict) and TAG not in node:
-        kept = {key: _prune(value, keys, (*path, key)) for key, value in node.items()}
-        kept = {key: value for key, value in kept.items() if value is not _NOTHING}
-        return kept or _NOTHING
-    if isinstance(node, dict) and node.get(TAG) in ("dict", "OrderedDict"):
-        pairs = [[key, _prune(value, keys, (*path, str(key)))] for key, value in node["v"]]
-        pairs = [pair for pair in pairs if pair[1] is not _NOTHING]
-        return {**node, "v": pairs} if pairs else _NOTHING
-    if isinstance(node, dict) and node.get(TAG) == "TensorDict":
-        inner = _prune(node["v"], keys, path)
-        return {**node, "v": inner} if inner is not _NOTHING else _NOTHING
-    if isinstance(node, list):
-        items = [_prune(value, keys, (*path, str(i))) for i, value in enumerate(node)]
-        items = [value for value in items if value is not _NOTHING]
-        return items or _NOTHING
-    return _NOTHING
-
-
-def _visit(node: Any, function: Callable[[Mapping[str, Any]], Any]) -> None:
-    """Call `function` with every tagged node of a structure."""
-    if isinstance(node, list):
-        for value in node:
-            _visit(value, function)
-    elif isinstance(node, dict):
-        if TAG in node:
-            function(node)
-        for value in node.values():
-            if isinstance(value, (dict, list)):
-                _visit(value, function)
+def _array(leaf: Leaf, content: NDArray[np.uint8]) -> NDArray[Any]:
+    if content.nbytes != leaf.nbytes:
+        raise CorruptFileError(f"{leaf.name!r} needs {leaf.nbytes:,} bytes, {content.nbytes:,} are stored")
+    return content.view(leaf.carrier).reshape(leaf.shape)

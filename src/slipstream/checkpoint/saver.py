@@ -157,7 +157,7 @@ class AsyncCheckpointSaver:
             try:
                 if format == "native":
                     written = write_native(
-                        target, snapshot.state(), metadata, threads=background_threads(), compress=compress
+                        target, snapshot.flat(), metadata, threads=background_threads(), compress=compress
                     )
                     return target, written.raw_bytes, written.stored_bytes
                 return write_portable(

@@ -29,9 +29,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.errors import TornStateError
-from slipstream.schema.flatten import Leaf, Path, Slot, encode, map_leaves
-from slipstream.tensors import Region, View, check_storable, copy_memory, plan, settled, storage_of, view_storage
+from slipstream.checkpoint.native import Flat
+from slipstream.errors import TornStateError, UnsupportedStateError
+from slipstream.schema.flatten import Tree, flatten
+from slipstream.schema.nodes import TAG, name_of
+from slipstream.schema.unflatten import unflatten
+from slipstream.tensors import TORCH, Regions, with_flags
 
 _ALIGNMENT = 64
 _PIECE_BYTES = 4 << 20
@@ -107,82 +110,32 @@ def _new_buffer(nbytes: int) -> NDArray[np.uint8]:
 
 @dataclass(eq=False)
 class _Part:
-    """Some tensors of a snapshot, and the memory that they were, or will be, copied to."""
+    """Some tensors of a snapshot, by their position among all tensors, and the copy of their memory."""
 
-    indices: list[int]
+    positions: list[int]
     tensors: list[torch.Tensor]
     buffer: NDArray[np.uint8] | None = None
-    regions: list[Region] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    views: list[View] = field(default_factory=list)
+    copy: Regions | None = None
 
-    def plan(self, pool: BufferPool) -> None:
-        """Find the memory behind the tensors, and take as much."""
-        self.regions, self.views = plan([settled(tensor) for tensor in self.tensors])
-        self.sizes = [region.nbytes for region in self.regions]
-        total = 0
-        for size in self.sizes:
-            self.offsets.append(total)
-            total += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self.buffer = pool.take(total)
+    def start(self, pool: BufferPool, stream: Any = None) -> None:
+        """Find the memory behind the tensors and start to copy it; without a stream, the copy is then complete."""
+        source = Regions.of(self.tensors)
+        self.buffer = pool.take(source.buffer_bytes)
+        self.copy = source.copy_into(self.buffer, stream)
 
-    def copy(self) -> None:
-        """Copy from the memory of this machine."""
-        base = self._taken().ctypes.data
-        for region, offset in zip(self.regions, self.offsets, strict=True):
-            for start in range(0, region.nbytes, _PIECE_BYTES):
-                size = min(_PIECE_BYTES, region.nbytes - start)
-                copy_memory(base + offset + start, region.address + start, size)
-
-    def copy_from_device(self, stream: Any) -> None:
-        """Copy from an accelerator; on CUDA asynchronously, so that only work on the GPU has to wait."""
-        for number, region in enumerate(self.regions):
-            first = region.tensors[0]
-            content = torch.empty(0, dtype=torch.uint8, device=first.device)
-            start = region.address - first.untyped_storage().data_ptr()
-            content.set_(first.untyped_storage(), start, (region.nbytes,), (1,))
-            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-                torch.from_numpy(self.memory(number)).copy_(content, non_blocking=stream is not None)
-                if stream is not None:
-                    content.record_stream(stream)
-
-    def forget_sources(self) -> None:
-        """Let go of the tensors."""
-        self.tensors, self.regions = [], []
-
-    def memory(self, region: int) -> NDArray[np.uint8]:
-        """Return the copy of a region."""
-        if region < 0:
-            return np.empty(0, np.uint8)
-        return self._taken()[self.offsets[region] : self.offsets[region] + self.sizes[region]]
-
-    def revived(self) -> dict[int, torch.Tensor]:
-        """Return tensors that see the copy, tied as their originals are, by their number in the snapshot."""
-        by_region: dict[int, list[int]] = {}
-        for position, view in enumerate(self.views):
-            by_region.setdefault(view.region, []).append(position)
-        found: dict[int, torch.Tensor] = {}
-        for region, positions in by_region.items():
-            storage = storage_of(self.memory(region))
-            for position in positions:
-                found[self.indices[position]] = view_storage(storage, self.views[position])
-        return found
-
-    def _taken(self) -> NDArray[np.uint8]:
-        if self.buffer is None:
+    def copied(self) -> Regions:
+        """Return the copy."""
+        if self.copy is None:
             raise RuntimeError("the memory of this snapshot was given back")
-        return self.buffer
+        return self.copy
 
 
 @dataclass(eq=False)
 class Snapshot:
     """A private copy of a nested state; complete once `state` returns."""
 
-    _structure: Any
+    _tree: Tree
     _pool: BufferPool
-    _paths: list[Path]
-    _flags: list[tuple[bool, bool]]
     _parts: list[_Part] = field(default_factory=list)
     _later: _Part | None = None
     _versions: list[int] = field(default_factory=list)
@@ -196,20 +149,8 @@ class Snapshot:
         """Copy what was left for later; runs on a thread of its own."""
         try:
             if self._later is not None:
-                self._later.plan(self._pool)
-                self._later.copy()
-                changed = [
-                    "/".join(self._paths[index])
-                    for index, tensor, version in zip(
-                        self._later.indices, self._later.tensors, self._versions, strict=True
-                    )
-                    if tensor._version != version
-                ]
-                if changed:
-                    self._error = TornStateError(
-                        f"{', '.join(changed[:3])} changed while being copied: guarded state may change only in a "
-                        "guarded optimizer's step or under saver.mutating(); nothing was written"
-                    )
+                self._later.start(self._pool)
+                self._check_unchanged(self._later)
             self._copied.set()
             for _, event in self._events:
                 event.synchronize()
@@ -217,9 +158,24 @@ class Snapshot:
             self._error = error
         finally:
             for part in self._parts:
-                part.forget_sources()
+                part.tensors = []
             self._copied.set()
             self._done.set()
+
+    def _check_unchanged(self, part: _Part) -> None:
+        """Raise if a tensor changed since the snapshot was taken: the copy may be half old, half new."""
+        changed = []
+        for position, tensor, version in zip(part.positions, part.tensors, self._versions, strict=True):
+            if tensor._version != version:
+                changed.append(position)
+        if not changed:
+            return
+        keys = [key for key, node in self._tree.nodes if node[TAG] == "tensor"]
+        names = ", ".join(name_of(keys[position]) for position in changed[:3])
+        raise TornStateError(
+            f"{names} changed while being copied: guarded state may change only in a guarded optimizer's step or "
+            "under saver.mutating(); nothing was written"
+        )
 
     @property
     def copied(self) -> bool:
@@ -243,32 +199,34 @@ class Snapshot:
         self._done.wait()
         if self._error is not None:
             raise self._error
-        return sum(sum(part.sizes) for part in self._parts)
+        return sum(part.copied().nbytes for part in self._parts)
+
+    def flat(self) -> Flat:
+        """Wait for the copy and return it, ready to be written in the native format."""
+        self.wait()
+        num_tensors = sum(len(part.positions) for part in self._parts)
+        regions = Regions.join([(part.positions, part.copied()) for part in self._parts], num_tensors)
+        return Flat(self._tree, regions)
 
     def state(self) -> Any:
         """Wait for the copy and return the state, whose tensors see the snapshot's memory."""
-        self.wait()
-        tensors: dict[int, torch.Tensor] = {}
-        for part in self._parts:
-            tensors.update(part.revived())
-
-        def revive(leaf: Leaf, _: Path) -> Leaf:
-            if not isinstance(leaf, Slot):
-                return leaf
-            is_parameter, requires_grad = self._flags[leaf.index]
-            tensor = tensors[leaf.index]
-            if is_parameter:
-                return torch.nn.Parameter(tensor, requires_grad=requires_grad)
-            return tensor.requires_grad_() if requires_grad else tensor
-
-        return map_leaves(self._structure, revive, lambda value, _: value)
+        tensors = iter(self.flat().regions.tensors())
+        leaves = []
+        for (_, node), leaf in zip(self._tree.nodes, self._tree.leaves, strict=True):
+            if node[TAG] == "tensor":
+                leaves.append(with_flags(next(tensors), node))
+            else:
+                leaves.append(leaf)
+        return unflatten(self._tree.structure, leaves, self._tree.objects, TORCH)
 
     def release(self) -> None:
         """Give the memory back to the pool; nothing may refer to it after that. May be repeated."""
         if not self._done.is_set():  # a thread is still writing to it: it goes when that thread goes
             return
         for part in self._parts:
-            buffer, part.buffer = part.buffer, None
+            buffer = part.buffer
+            part.buffer = None
+            part.copy = None
             if buffer is not None:
                 self._pool.give_back(buffer)
 
@@ -370,20 +328,9 @@ def take_snapshot(state: Any, guard: Guard, pool: BufferPool, *, opaque: bool) -
     Raises:
         UnsupportedStateError: If a tensor cannot be stored.
     """
-    tensors: list[torch.Tensor] = []
-    paths: list[Path] = []
-    flags: list[tuple[bool, bool]] = []
-
-    def collect(leaf: Leaf, path: Path) -> Any:
-        if isinstance(leaf, np.ndarray):
-            return np.array(leaf)
-        check_storable(leaf, path)
-        flags.append((isinstance(leaf, torch.nn.Parameter), leaf.requires_grad))
-        tensors.append(leaf)
-        paths.append(path)
-        return Slot(len(tensors) - 1)
-
-    snapshot = Snapshot(map_leaves(state, collect, _copied if opaque else _plain), pool, paths, flags)
+    tree = flatten(state, opaque=opaque)
+    tensors = [leaf for leaf in tree.leaves if isinstance(leaf, torch.Tensor)]
+    snapshot = Snapshot(_copy_rest(tree), pool)
     now: list[int] = []
     later: list[int] = []
     elsewhere: dict[torch.device, list[int]] = {}
@@ -401,8 +348,7 @@ def take_snapshot(state: Any, guard: Guard, pool: BufferPool, *, opaque: bool) -
     if now:
         part = _Part(now, [tensors[i] for i in now])
         snapshot._parts.append(part)
-        part.plan(pool)
-        part.copy()
+        part.start(pool)
     if later:
         snapshot._later = _Part(later, [tensors[i] for i in later])
         snapshot._parts.append(snapshot._later)
@@ -415,24 +361,29 @@ def take_snapshot(state: Any, guard: Guard, pool: BufferPool, *, opaque: bool) -
     return snapshot
 
 
-def _copied(value: Any, _: Path) -> Any:
-    return copy.deepcopy(value)
-
-
-def _plain(value: Any, path: Path) -> Any:
-    encode(value, lambda *_: None, path)  # refuses here and now what cannot be written later
-    return copy.deepcopy(value) if isinstance(value, (bytearray, set)) else value
+def _copy_rest(tree: Tree) -> Tree:
+    """Copy everything but the tensors, in whose place is None."""
+    leaves: list[Any] = []
+    for leaf in tree.leaves:
+        if isinstance(leaf, np.ndarray):
+            leaves.append(np.array(leaf))
+        else:
+            leaves.append(None)
+    try:
+        objects = [copy.deepcopy(value) for value in tree.objects]
+    except RecursionError:
+        raise UnsupportedStateError("the state holds an object that is nested too deeply to be copied") from None
+    return Tree(tree.structure, leaves, tree.nodes, objects)
 
 
 def _start_copying(snapshot: Snapshot, part: _Part, device: torch.device) -> None:
     """Copy tensors from an accelerator: on CUDA on a stream of its own, after the work that is queued already."""
     snapshot._parts.append(part)
-    part.plan(snapshot._pool)
     stream: Any = None
     if device.type == "cuda":
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
-    part.copy_from_device(stream)
+    part.start(snapshot._pool, stream)
     if stream is not None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)

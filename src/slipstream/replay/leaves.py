@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from slipstream.errors import CorruptFileError, ReplayError
 from slipstream.replay.fields import Packing, RowLayout, Spec
 from slipstream.replay.packing import Rows
-from slipstream.tensors import carrier
+from slipstream.tensors import dtype_info
 from slipstream.trajectory import NEXT, find_breaks, frame_positions
 
 Key = tuple[str, ...]
@@ -96,7 +96,7 @@ def _follows(root: NDArray[Any], after: NDArray[Any]) -> bool:
 def plan_rows(leaves: Sequence[Leaf], packing: Packing) -> RowLayout:
     """Give every leaf that is packed a place in the rows of frames."""
     specs = [
-        Spec(leaf.field, carrier(leaf.torch_dtype)[0].str, leaf.shape, leaf.kind == "frame")
+        Spec(leaf.field, dtype_info(leaf.torch_dtype).carrier.str, leaf.shape, leaf.kind == "frame")
         for leaf in leaves
         if leaf.kind in ("frame", "step")
     ]
@@ -191,7 +191,7 @@ def check_leaves(leaves: Sequence[Leaf], tensors: Mapping[Key, torch.Tensor], ba
 def array_of(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a tensor as the array that carries it; copied only if it is not on the CPU or not contiguous."""
     tensor = tensor.detach().cpu().contiguous()
-    kind, _ = carrier(tensor.dtype)
+    kind = dtype_info(tensor.dtype).carrier
     if tensor.dtype in _CARRIED:
         return tensor.view(torch.uint8).numpy().view(kind).reshape(tensor.shape)
     return tensor.numpy()

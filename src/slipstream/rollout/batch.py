@@ -16,8 +16,9 @@ from slipstream.batches import build, flatten
 from slipstream.errors import CorruptFileError, RolloutError, naming
 from slipstream.rollout.files import RolloutFile, write_rollout, zstd_level
 from slipstream.rollout.layout import Field, Key, Layout, Node, Rollout, carrier_of, resolve_slice
-from slipstream.schema.flatten import import_tensordict
-from slipstream.tensors import View, check_storable, settled, storage_of, view_storage
+from slipstream.schema.dtypes import dtype_name
+from slipstream.schema.flatten import check_storable
+from slipstream.tensors import import_tensordict, resolve, tensor_of
 from slipstream.trajectory import NEXT, SharedNext, is_transposed
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class _Splitter:
             elif isinstance(value, torch.Tensor):
                 check_storable(value, key)
                 shape = (num_envs, self.batch_size[self.time_dim], *value.shape[self.time_dim + 1 :])
-                self.tensors[key] = settled(value).cpu().reshape(shape)
+                self.tensors[key] = resolve(value).cpu().reshape(shape)
             else:
                 raise RolloutError(f"{'/'.join(key)} is not a tensor and cannot be stored; exclude it from the batch")
 
@@ -315,11 +316,6 @@ def add_nodes(
     return members
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a torch dtype as files spell it, such as ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def view_as_array(tensor: torch.Tensor) -> NDArray[Any]:
     """View a tensor on the CPU as the array that carries it, with the same strides."""
     kind = carrier_of(dtype_name(tensor.dtype))
@@ -328,13 +324,3 @@ def view_as_array(tensor: torch.Tensor) -> NDArray[Any]:
         words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
         return tensor.view(words).numpy().view(kind)
     return tensor.numpy()
-
-
-def tensor_of(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """View the memory of a contiguous array as a tensor."""
-    memory = array.reshape(-1).view(np.uint8)
-    stride = torch.empty(shape, device="meta").stride()
-    return view_storage(storage_of(memory), View(0, 0, _TORCH_DTYPES[dtype], shape, stride))
-
-
-_TORCH_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

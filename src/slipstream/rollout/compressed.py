@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from slipstream.batches import build
 from slipstream.codecs import Codec
 from slipstream.errors import RolloutError
-from slipstream.rollout.batch import add_nodes, split_batch, tensor_of
+from slipstream.rollout.batch import add_nodes, split_batch
 from slipstream.rollout.files import codec_for, zstd_level
 from slipstream.rollout.layout import Field, Key, Layout, carrier_of
 from slipstream.store.container import check_payload
+from slipstream.tensors import tensor_of
 from slipstream.threads import parallel_map
 from slipstream.trajectory import exception_numbers, gather_next
 

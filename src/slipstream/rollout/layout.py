@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import CorruptFileError, FormatVersionError
+from slipstream.schema.dtypes import parse_torch_dtype
 
 VERSION = 1
 Key = tuple[str, ...]
@@ -24,37 +25,10 @@ _MAX_DEPTH = 64
 _MAX_SIZE = 1 << 40
 _SHOWN = 80  # characters of a wrong value in an error message
 
-_CARRIERS = {
-    "bool": "?",
-    "uint8": "u1",
-    "int8": "i1",
-    "uint16": "u2",
-    "int16": "i2",
-    "uint32": "u4",
-    "int32": "i4",
-    "uint64": "u8",
-    "int64": "i8",
-    "float16": "f2",
-    "float32": "f4",
-    "float64": "f8",
-    "complex64": "c8",
-    "complex128": "c16",
-    # NumPy lacks these; unsigned integers of the same size hold their bits.
-    "bfloat16": "u2",
-    "complex32": "u4",
-    "float8_e4m3fn": "u1",
-    "float8_e4m3fnuz": "u1",
-    "float8_e5m2": "u1",
-    "float8_e5m2fnuz": "u1",
-    "float8_e8m0fnu": "u1",
-}
-
 
 def carrier_of(dtype: str) -> np.dtype[Any]:
     """Return the NumPy dtype of the arrays that hold a torch dtype; raises `ValueError` for an unknown name."""
-    if dtype not in _CARRIERS:
-        raise ValueError(f"unknown dtype {dtype[:_SHOWN]!r}")
-    return np.dtype(_CARRIERS[dtype])
+    return parse_torch_dtype(dtype).carrier
 
 
 @dataclass(frozen=True)

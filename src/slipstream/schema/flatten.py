@@ -1,228 +1,283 @@
-"""Nested state as JSON, and back: structure, plain values and where each tensor belongs.
-
-Tensors and arrays are leaves that the caller turns into JSON of its own. Everything else is written out exactly: tuples
-stay tuples, integer keys stay integers, floats keep their bits, an `OrderedDict` of a module keeps its ``_metadata``.
-What cannot be written out without running code on reading (arbitrary objects) is refused by name.
-"""
+"""Split nested data into its structure and its leaves, without importing torch: its types are recognized by name."""
 
 from __future__ import annotations
 
-import base64
-import struct
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from pathlib import Path as FilePath
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
-import torch
 
-from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError
-from slipstream.text import install_hint
+from slipstream.errors import UnsupportedStateError
+from slipstream.schema.dtypes import dtype_name, is_plain
+from slipstream.schema.nodes import LEAF_TAGS, MAX_DEPTH, MAX_NODES, TAG, Key, name_of, tag_of
+from slipstream.schema.structure import end_nodes, leaf_nodes, select
+from slipstream.schema.unflatten import read_plain
+from slipstream.schema.values import KINDS, Json, TorchValues, is_exact_int, is_exact_text
 
-TAG = "$"
-Leaf = Any
-"""A tensor, the slot of one, or an array of numbers."""
-Path = tuple[str, ...]
-
-
-class Slot:
-    """Stands for a tensor in a structure whose tensors are kept elsewhere."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+_OBJECT = "object"
+_CONTAINERS = ("list", "tuple", "set", "frozenset", "dict", "OrderedDict", "TensorDict")
 
 
-def is_leaf(node: Any) -> bool:
-    """Tell whether `node` is a tensor, the slot of one, or an array of numbers."""
-    return isinstance(node, (torch.Tensor, Slot)) or (isinstance(node, np.ndarray) and node.dtype != object)
+@dataclass(frozen=True)
+class Tree:
+    """Nested data as `flatten` returns it.
 
-
-def is_tensordict(node: Any) -> bool:
-    """Tell whether `node` is a plain TensorDict, without importing tensordict."""
-    return type(node).__name__ == "TensorDict" and type(node).__module__.startswith("tensordict")
-
-
-class Members(dict[str, Any]):
-    """What is in a TensorDict while its leaves are not tensors."""
-
-    def __init__(self, members: Mapping[str, Any], batch_size: Any) -> None:
-        super().__init__(members)
-        self.batch_size = batch_size
-
-
-def import_tensordict() -> Any:
-    """Return the package tensordict, which only those need who have TensorDicts.
-
-    Raises:
-        ImportError: If it is not installed; names the extra that it is part of.
+    Attributes:
+        structure: The data as JSON, with a node for every leaf.
+        leaves: The tensors and arrays, in the order of the structure.
+        nodes: The key and the node of every leaf.
+        objects: Other objects, if `flatten` accepts them. Their nodes say which is where.
     """
-    try:
-        import tensordict  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ImportError(
-            f"TensorDicts need tensordict, which is not installed: {install_hint('train')}, or tensordict by itself"
-        ) from error
-    return tensordict
+
+    structure: Json
+    leaves: list[Any]
+    nodes: list[tuple[Key, Json]]
+    objects: list[Any]
+
+    def select(self, matches: Callable[[Key], bool]) -> Tree | None:
+        """Return the branches whose key matches, or None if there are none."""
+        structure = select(self.structure, matches)
+        if structure is None:
+            return None
+        # `select` keeps the nodes themselves, so their identity tells which leaves are left.
+        leaf_of_node = {id(node): leaf for (_, node), leaf in zip(self.nodes, self.leaves, strict=True)}
+        nodes = list(leaf_nodes(structure))
+        leaves = [leaf_of_node[id(node)] for _, node in nodes]
+        return Tree(structure, leaves, nodes, self.objects)
+
+    def values(self, torch: TorchValues | None = None) -> Iterator[tuple[Key, Any]]:
+        """Yield every leaf and every plain value with its key, in order. See `unflatten` for `torch`."""
+        leaves = iter(self.leaves)
+        for key, node in end_nodes(self.structure):
+            if tag_of(node) in LEAF_TAGS:
+                yield key, next(leaves)
+            else:
+                yield key, read_plain(node, key, self.objects, torch)
 
 
-def _tensordict(members: Mapping[str, Any], batch_size: Any) -> Any:
-    return import_tensordict().TensorDict(members, batch_size=batch_size)
+def flatten(value: Any, *, opaque: bool = False, key: Key = ()) -> Tree:
+    """Split nested data into its structure and its leaves.
 
-
-def map_leaves(
-    node: Any, function: Callable[[Leaf, Path], Any], other: Callable[[Any, Path], Any], path: Path = ()
-) -> Any:
-    """Rebuild a nested state with every tensor and array replaced.
+    Copies plain values; the leaves are the tensors and arrays themselves. Keys and sets may hold plain values only.
 
     Args:
-        node: Nested dicts, lists, tuples and TensorDicts.
-        function: What becomes of a leaf, given its path.
-        other: What becomes of any other value that is not a container, given its path.
-        path: Where `node` is.
-    """
-    if is_leaf(node):
-        return function(node, path)
-    if isinstance(node, dict) and type(node) in (dict, OrderedDict):
-        copy = type(node)((key, map_leaves(value, function, other, (*path, str(key)))) for key, value in node.items())
-        if "_metadata" in getattr(node, "__dict__", {}):
-            copy._metadata = node._metadata  # type: ignore[attr-defined]
-        return copy
-    if type(node) in (list, tuple):
-        return type(node)(map_leaves(value, function, other, (*path, str(i))) for i, value in enumerate(node))
-    if is_tensordict(node) or type(node) is Members:
-        members = {key: map_leaves(value, function, other, (*path, key)) for key, value in node.items()}
-        if all(isinstance(value, torch.Tensor) or is_tensordict(value) for value in members.values()):
-            return _tensordict(members, node.batch_size)
-        return Members(members, batch_size=node.batch_size)
-    return other(node, path)
-
-
-def encode(node: Any, leaf: Callable[[Leaf, Path], Any], path: Path = ()) -> Any:
-    """Write a nested state as JSON.
-
-    Args:
-        node: The state.
-        leaf: Turns a tensor or array into a JSON object, given its path.
-        path: Where `node` is.
+        value: Nested dicts, lists, tuples and TensorDicts of tensors, arrays and plain values.
+        opaque: Whether to accept anything else, as an object that is passed through. The structure is then for
+            `unflatten` in the same process, not for a file.
+        key: Where `value` itself is, for error messages.
 
     Raises:
-        UnsupportedStateError: If there is something that JSON and tensors cannot express; it says where and what.
+        UnsupportedStateError: If something cannot be stored as data. Names its key.
+
+    Example:
+        >>> tree = flatten({"weights": np.zeros(2), "betas": (0.9, 0.999)})
+        >>> tree.structure["weights"], len(tree.leaves)
+        ({'$': 'array', 'dtype': '<f8', 'shape': [2]}, 1)
     """
-    if is_leaf(node):
-        return leaf(node, path)
-    if node is None or type(node) in (bool, int, str):
-        return node
-    if type(node) is list:
-        return [encode(value, leaf, (*path, str(i))) for i, value in enumerate(node)]
-    if type(node) is dict and all(type(key) is str and not key.startswith(TAG) for key in node):
-        return {key: encode(value, leaf, (*path, key)) for key, value in node.items()}
-    for tag, (kind, write, _) in _KINDS.items():
-        if type(node) is kind or (isinstance(kind, tuple) and isinstance(node, kind)):
-            return {TAG: tag, "v": write(node)}
-    return _encode_container(node, leaf, path)
+    writer = _Writer(opaque=opaque)
+    structure = writer.write(value, key)
+    return Tree(structure, writer.leaves, writer.nodes, writer.objects)
 
 
-def _encode_container(node: Any, leaf: Callable[[Leaf, Path], Any], path: Path) -> Any:
-    if type(node) in (tuple, set, frozenset):
-        values = [encode(value, leaf, (*path, str(i))) for i, value in enumerate(node)]
-        return {TAG: type(node).__name__, "v": values}
-    if type(node) in (dict, OrderedDict):
-        pairs = [
-            [encode(key, leaf, (*path, "keys")), encode(value, leaf, (*path, str(key)))] for key, value in node.items()
-        ]
-        document = {TAG: type(node).__name__, "v": pairs}
-        if "_metadata" in getattr(node, "__dict__", {}):
-            document["metadata"] = encode(node._metadata, leaf, (*path, "_metadata"))
-        return document
-    if is_tensordict(node):
-        members = {key: encode(value, leaf, (*path, key)) for key, value in node.items()}
-        return {TAG: "TensorDict", "v": members, "batch_size": list(node.batch_size)}
-    raise UnsupportedStateError(
-        f"{'/'.join(path) or 'the state'} is a {type(node).__module__}.{type(node).__qualname__}, which cannot be "
-        "stored as data; give its state_dict(), or save as .pt"
-    )
+def check_storable(tensor: Any, key: Key) -> None:
+    """Raise `UnsupportedStateError` unless a tensor is a plain strided piece of memory."""
+    problem = _why_not_storable(tensor)
+    if problem is not None:
+        raise UnsupportedStateError(f"{name_of(key, 'the state')} {problem}; store a dense tensor, or save as .pt")
 
 
-def decode(node: Any, leaf: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Read what `encode` wrote; `leaf` turns the JSON object of a tensor or array back into one.
-
-    Raises:
-        CorruptFileError: If it is not something that `encode` writes.
-        FormatVersionError: If it holds a kind of value that this release does not know.
-    """
-    if isinstance(node, list):
-        return [decode(value, leaf) for value in node]
-    if not isinstance(node, dict):
-        return node
-    tag = node.get(TAG)
-    if tag is None:
-        return {key: decode(value, leaf) for key, value in node.items()}
-    try:
-        return _decode_tagged(tag, node, leaf)
-    except (CorruptFileError, FormatVersionError):
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, struct.error, RuntimeError) as error:
-        raise CorruptFileError(f"a value of kind {str(tag)[:40]!r} is not as a writer writes it ({error})") from error
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a torch tensor of any kind, storable or not."""
+    return any((base.__module__, base.__name__) == ("torch", "Tensor") for base in type(value).__mro__)
 
 
-def _decode_tagged(tag: str, node: Mapping[str, Any], leaf: Callable[[Mapping[str, Any]], Any]) -> Any:
-    if tag in ("tensor", "array"):
-        return leaf(node)
-    if tag in _KINDS:
-        return _KINDS[tag][2](node["v"])
-    if tag in ("tuple", "set", "frozenset"):
-        kinds: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-        return kinds[tag](decode(value, leaf) for value in node["v"])
-    if tag in ("dict", "OrderedDict"):
-        pairs = [(decode(key, leaf), decode(value, leaf)) for key, value in node["v"]]
-        if tag == "dict":
-            return dict(pairs)
-        ordered: Any = OrderedDict(pairs)
-        if "metadata" in node:
-            ordered._metadata = decode(node["metadata"], leaf)
-        return ordered
-    if tag == "TensorDict":
-        return _tensordict({key: decode(value, leaf) for key, value in node["v"].items()}, node["batch_size"])
-    raise FormatVersionError(f"the state holds a value of kind {str(tag)[:40]!r}, which this release does not know")
+def _why_not_storable(tensor: Any) -> str | None:
+    """Return what keeps a tensor from being stored, or None."""
+    kind: Any = type(tensor)
+    if _tag_of_type(kind) != "tensor":
+        return f"is a {kind.__qualname__}, which cannot be stored as data"
+    if str(tensor.layout) != "torch.strided":
+        return f"has layout {tensor.layout}, which cannot be stored as data"
+    if tensor.is_quantized:
+        return "is quantized, which cannot be stored as data"
+    if tensor.is_meta:
+        return "is a meta tensor without data"
+    if tensor.is_nested:
+        return "is a nested tensor, which cannot be stored as data"
+    return None
 
 
-def _float_bits(value: float) -> str | float:
-    return value if value - value == 0 else struct.pack("<d", value).hex()
-
-
-def _read_float(value: str | float) -> float:
-    if isinstance(value, str):
-        (number,) = struct.unpack("<d", bytes.fromhex(value))
-        return float(number)
-    return float(value)
-
-
-def _read_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch.{name} is not a dtype")
-    return dtype
-
-
-def _read_scalar(value: list[str]) -> Any:
-    return np.frombuffer(bytes.fromhex(value[1]), np.dtype(value[0]))[0]
-
-
-# How plain values that JSON lacks are written and read, by tag.
-_KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "float": (float, _float_bits, _read_float),
-    "complex": (complex, lambda v: [_float_bits(v.real), _float_bits(v.imag)], lambda v: complex(*map(_read_float, v))),
-    "bytes": (bytes, lambda v: base64.b64encode(v).decode(), lambda v: base64.b64decode(v, validate=True)),
-    "bytearray": (bytearray, lambda v: base64.b64encode(v).decode(), lambda v: bytearray(base64.b64decode(v))),
-    "numpy": ((np.generic,), lambda v: [v.dtype.str, v.tobytes().hex()], _read_scalar),
-    "range": (range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
-    "slice": (slice, lambda v: [v.start, v.stop, v.step], lambda v: slice(*v)),
-    "path": ((PurePath,), str, FilePath),
-    "torch.dtype": (torch.dtype, lambda v: str(v).removeprefix("torch."), _read_dtype),
-    "torch.device": (torch.device, str, torch.device),
-    "torch.Size": (torch.Size, list, torch.Size),
+# Only these exact types: what a subclass adds would be lost. A masked array, for one, would lose its mask.
+_TAGS: dict[type, str] = {
+    type(None): "null",
+    bool: "bool",
+    int: "int",
+    str: "str",
+    list: "list",
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    dict: "dict",
+    OrderedDict: "OrderedDict",
+    float: "float",
+    complex: "complex",
+    bytes: "bytes",
+    bytearray: "bytearray",
+    range: "range",
+    slice: "slice",
+    np.ndarray: "array",
+    np.memmap: "array",
 }
+_TORCH_TAGS = {
+    ("torch", "Tensor"): "tensor",
+    ("torch.nn.parameter", "Parameter"): "tensor",
+    ("torch", "dtype"): "torch.dtype",
+    ("torch", "device"): "torch.device",
+    ("torch", "Size"): "torch.Size",
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _tag_of_type(kind: Any) -> str:
+    """Return the tag of values of a type; ``object`` for types that cannot be stored as data."""
+    if kind in _TAGS:
+        return _TAGS[kind]
+    if issubclass(kind, np.generic):
+        return "numpy"
+    if issubclass(kind, PurePath):
+        return "path"
+    if kind.__name__ == "TensorDict" and kind.__module__.startswith("tensordict"):
+        return "TensorDict"
+    return _TORCH_TAGS.get((kind.__module__, kind.__name__), _OBJECT)
+
+
+class _Writer:
+    """Writes the structure of nested data, and collects its leaves."""
+
+    def __init__(self, *, opaque: bool) -> None:
+        self.leaves: list[Any] = []
+        self.nodes: list[tuple[Key, Json]] = []
+        self.objects: list[Any] = []
+        self._opaque = opaque
+        self._num_nodes = 0
+        self._open: set[int] = set()
+
+    def write(self, value: Any, key: Key, *, plain: bool = False) -> Json:
+        """Return the node of a value. `plain` is set where tensors are not allowed: in keys and in sets."""
+        self._num_nodes += 1
+        # The limits that reading has. They also end the walk where lists share lists, which takes exponential time.
+        if len(key) > MAX_DEPTH:
+            return self._refuse(value, key, f"is nested more than {MAX_DEPTH} levels deep")
+        if self._num_nodes > MAX_NODES:
+            return self._refuse(value, key, f"comes after {MAX_NODES:,} other values: store long lists as arrays")
+        kind: Any = type(value)
+        tag = _tag_of_type(kind)
+        match tag:
+            case "null" | "bool":
+                return value
+            case "tensor" | "array" | "TensorDict" if plain:
+                return self._refuse(value, key, f"is a {tag} used as a key or in a set")
+            case "tensor":
+                return self._write_tensor(value, key)
+            case "array":
+                return self._write_array(value, key)
+        if tag not in _CONTAINERS:
+            return self._write_value(value, key, tag)
+        if id(value) in self._open:
+            raise UnsupportedStateError(f"{name_of(key)[:200]} contains itself, which cannot be stored")
+        self._open.add(id(value))
+        node = self._write_container(value, key, tag, plain)
+        self._open.remove(id(value))
+        return node
+
+    def _write_container(self, value: Any, key: Key, tag: str, plain: bool) -> Json:
+        match tag:
+            case "list":
+                return self._write_items(value, key, plain)
+            case "tuple":
+                return {TAG: tag, "v": self._write_items(value, key, plain)}
+            case "set" | "frozenset":
+                return {TAG: tag, "v": self._write_items(value, key, plain=True)}
+            case "TensorDict":
+                return self._write_tensordict(value, key)
+        return self._write_dict(value, key, tag, plain)
+
+    def _write_tensor(self, tensor: Any, key: Key) -> Json:
+        problem = _why_not_storable(tensor)
+        if problem is not None:
+            return self._refuse(tensor, key, problem)
+        node: dict[str, Json] = {TAG: "tensor", "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+        # Written only where they are true, which keeps the index of large states small.
+        if type(tensor).__name__ == "Parameter":
+            node["parameter"] = True
+        if tensor.requires_grad:
+            node["requires_grad"] = True
+        return self._add_leaf(tensor, key, node)
+
+    def _write_array(self, array: Any, key: Key) -> Json:
+        if not is_plain(array.dtype) or not array.dtype.itemsize:
+            return self._refuse(array, key, f"is a numpy.ndarray of {array.dtype}, which cannot be stored as data")
+        return self._add_leaf(array, key, {TAG: "array", "dtype": array.dtype.str, "shape": list(array.shape)})
+
+    def _add_leaf(self, leaf: Any, key: Key, node: Json) -> Json:
+        self.leaves.append(leaf)
+        self.nodes.append((key, node))
+        return node
+
+    def _write_items(self, items: Any, key: Key, plain: bool) -> list[Json]:
+        return [self.write(item, (*key, position), plain=plain) for position, item in enumerate(items)]
+
+    def _write_dict(self, members: Any, key: Key, tag: str, plain: bool) -> Json:
+        # Most dicts can stand for themselves.
+        if tag == "dict" and all(map(_can_be_json_key, members)):
+            return {name: self.write(member, (*key, name), plain=plain) for name, member in members.items()}
+        pairs = []
+        for name, member in members.items():
+            key_node = self.write(name, (*key, "keys"), plain=True)
+            pairs.append([key_node, self.write(member, (*key, name), plain=plain)])
+        node = {TAG: tag, "v": pairs}
+        # The state dict of a module has the versions of its parts as an attribute.
+        if "_metadata" in getattr(members, "__dict__", {}):
+            node["metadata"] = self.write(members._metadata, (*key, "_metadata"), plain=True)
+        return node
+
+    def _write_tensordict(self, tensordict: Any, key: Key) -> Json:
+        members = {}
+        for name, member in tensordict.items():
+            if not is_exact_text(name):
+                return self._refuse(tensordict, key, f"has the key {name!r}, which JSON cannot hold")
+            members[name] = self.write(member, (*key, name))
+        return {TAG: "TensorDict", "v": members, "batch_size": list(tensordict.batch_size)}
+
+    def _write_value(self, value: Any, key: Key, tag: str) -> Json:
+        """Return the node of a plain value."""
+        if tag == "int" and is_exact_int(value):
+            return value
+        if tag == "str" and is_exact_text(value):
+            return value
+        # Only here are values less than exact: every kind of path is read as a `pathlib.Path`.
+        if tag in KINDS and not (self._opaque and tag == "path"):
+            content = KINDS[tag].write(value)
+            if content is not None:
+                return {TAG: tag, "v": content}
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if tag in ("int", "str"):
+            return self._refuse(value, key, f"is a {kind} that JSON cannot hold")
+        return self._refuse(value, key, f"is a {kind}, which cannot be stored as data")
+
+    def _refuse(self, value: Any, key: Key, problem: str) -> Json:
+        """Pass a value through as an object, or raise if objects are not accepted."""
+        if not self._opaque:
+            name = name_of(key, "the state")[:200]
+            raise UnsupportedStateError(f"{name} {problem}; pass its state_dict() or plain data, or save as .pt")
+        self.objects.append(value)
+        return {TAG: _OBJECT, "v": len(self.objects) - 1}
+
+
+def _can_be_json_key(key: Any) -> bool:
+    """Return whether a key can stand for itself in a JSON object, where the tag has a meaning."""
+    return type(key) is str and not key.startswith(TAG) and is_exact_text(key)

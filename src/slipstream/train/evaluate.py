@@ -16,8 +16,8 @@ from slipstream.checks import require_count
 from slipstream.nav.env import NavigationEnv
 from slipstream.rl.network import Choice, NavRLPolicy
 from slipstream.rollout.batch import save_rollout_compressed
-from slipstream.schema.flatten import import_tensordict
 from slipstream.store.local import atomic_write, make_folder
+from slipstream.tensors import import_tensordict
 from slipstream.train.settings import TrainSettings
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.cli.ckpt.leaves import kind_of, leaves
-from slipstream.tensors import check_storable, copy_memory, settled
+from slipstream.schema.flatten import check_storable
+from slipstream.tensors import copy_memory, resolve
 from slipstream.text import plural
 
 _ABSENT = object()
@@ -130,7 +131,7 @@ def _difference(name: str, a: Any, b: Any) -> dict[str, Any] | None:
 
 def _dense(leaf: Any, name: str) -> Any:
     check_storable(leaf, (name,))
-    return settled(leaf).cpu().contiguous()
+    return resolve(leaf).cpu().contiguous()
 
 
 def _words(leaf: Any, name: str) -> NDArray[Any]:

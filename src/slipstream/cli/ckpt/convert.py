@@ -107,41 +107,38 @@ def _metadata(source: Path, *, decoded: bool) -> Any:
 
 def _only_tensors(state: Any, *, tensors_only: bool) -> dict[str, Any]:
     """Return a flat dict of tensors, none of which shares memory with another, as safetensors wants it."""
-    from slipstream.cli.ckpt.leaves import is_tensor
-    from slipstream.schema.flatten import map_leaves
-    from slipstream.tensors import check_storable, settled
+    from slipstream.schema.flatten import check_storable, flatten, is_tensor
+    from slipstream.schema.nodes import name_of
+    from slipstream.tensors import TORCH, resolve
 
     tensors: dict[str, Any] = {}
     storages: set[int] = set()
-
-    def add(leaf: Any, path: tuple[str, ...]) -> None:
-        name = "/".join(path) or "state"
-        if not is_tensor(leaf):
-            refuse(leaf, path)
-            return
-        check_storable(leaf, (name,))
-        if name in tensors:
-            raise UnsupportedStateError(f"two tensors would be called {name!r}, and safetensors has no nesting")
-        tensor = settled(leaf).contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if storage in storages else tensor
-        storages.add(storage)
-
-    def refuse(value: Any, path: tuple[str, ...]) -> None:
-        if not tensors_only:
+    for key, value in flatten(state, opaque=True).values(TORCH):
+        name = name_of(key)
+        if not is_tensor(value):
+            if tensors_only:
+                continue
             raise UnsupportedStateError(
-                f"{'/'.join(path) or 'the state'!r} is of type {type(value).__qualname__}, and safetensors holds "
+                f"{name_of(key, 'the state')!r} is of type {type(value).__qualname__}, and safetensors holds "
                 "tensors only; --tensors-only leaves out the rest"
             )
-
-    map_leaves(state, add, refuse)
+        check_storable(value, key)
+        if name in tensors:
+            raise UnsupportedStateError(f"two tensors would be called {name!r}, and safetensors has no nesting")
+        tensor = resolve(value).contiguous()
+        # Safetensors refuses tensors that share memory.
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in storages:
+            tensor = tensor.clone()
+        tensors[name] = tensor
+        storages.add(storage)
     return tensors
 
 
 def _left_out(state: Any, content: Any) -> list[str]:
-    from slipstream.cli.ckpt.leaves import flatten
+    from slipstream.cli.ckpt.leaves import by_name
 
-    if content is state or not (count := len(flatten(state)) - len(content)):
+    if content is state or not (count := len(by_name(state)) - len(content)):
         return []
     return [f"{count} {'value that is no tensor' if count == 1 else 'values that are no tensors'}"]
 
@@ -150,7 +147,7 @@ def _check_equal(written: Path, content: Any, target: Path) -> bool:
     """Read back what was written, and return whether that takes trust in the file, which here is our own."""
     from slipstream.checkpoint.load import load_checkpoint
     from slipstream.cli.ckpt.compare import compare
-    from slipstream.cli.ckpt.leaves import flatten
+    from slipstream.cli.ckpt.leaves import by_name
 
     needs_trust = False
     try:
@@ -163,7 +160,7 @@ def _check_equal(written: Path, content: Any, target: Path) -> bool:
     except (CorruptFileError, FormatVersionError) as error:
         reason = str(error).removeprefix(f"{written}: ")
         raise SlipstreamError(f"{target}: was not written, for it could not be read back: {reason}") from error
-    changes = compare(flatten(content), flatten(found))
+    changes = compare(by_name(content), by_name(found))
     if not changes.equal:
         raise SlipstreamError(f"{target}: was not written, for it read back otherwise: {next(changes.lines())}")
     return needs_trust

@@ -20,11 +20,11 @@ def diff(
 ) -> None:
     """Compare two checkpoints bit for bit, whatever their formats; exits with 1 if they differ."""
     from slipstream.cli.ckpt.compare import compare
-    from slipstream.cli.ckpt.leaves import flatten
+    from slipstream.cli.ckpt.leaves import by_name
     from slipstream.cli.output import print_json, print_lines
 
     with one_line(a):
-        changes = compare(flatten(load(a)), flatten(load(b)))
+        changes = compare(by_name(load(a)), by_name(load(b)))
         if json:
             print_json({"a": str(a), "b": str(b), **changes.document()})
         else:

@@ -33,20 +33,20 @@ def inspect(
 
 
 def _list(file: Path) -> Listing:
-    from slipstream.cli.ckpt.index import list_native
+    from slipstream.cli.ckpt.native import list_native
 
     return list_native(file) if is_native(file) else _list_loaded(file)
 
 
 def _list_loaded(file: Path) -> Listing:
     """Load a checkpoint of another format: these have no index that says it all."""
-    from slipstream.cli.ckpt.leaves import dtype_name, flatten, leaves
+    from slipstream.cli.ckpt.leaves import by_name, leaves, shown_dtype
     from slipstream.cli.ckpt.listing import Listing, Row
 
     kind = find_format(file)
     rows, seen = [], set()
-    for name, leaf in leaves(flatten(load(file))).items():
-        row = Row(name, dtype_name(leaf), list(leaf.shape), math.prod(leaf.shape) * leaf.dtype.itemsize)
+    for name, leaf in leaves(by_name(load(file))).items():
+        row = Row(name, shown_dtype(leaf), list(leaf.shape), math.prod(leaf.shape) * leaf.dtype.itemsize)
         memory = _memory_of(leaf)
         if memory is not None and memory in seen:
             row.codec = "tied"
@@ -59,7 +59,7 @@ def _list_loaded(file: Path) -> Listing:
 
 def _memory_of(leaf: Any) -> tuple[Any, ...] | None:
     """Return what tells the memory of a tensor from that of others, or None if there is no telling."""
-    from slipstream.cli.ckpt.leaves import is_tensor
+    from slipstream.schema.flatten import is_tensor
 
     strided = is_tensor(leaf) and str(leaf.layout) == "torch.strided" and leaf.numel()
     return (leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()) if strided else None

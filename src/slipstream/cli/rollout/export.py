@@ -156,7 +156,7 @@ def _write_episodes(
 def _load(source: Path, keys: list[Key] | None, envs: slice | None, steps: slice | None) -> Any:
     """Load a rollout, or a part of it, as a TensorDict."""
     from slipstream.rollout.batch import load_rollout
-    from slipstream.schema.flatten import import_tensordict
+    from slipstream.tensors import import_tensordict
 
     import_tensordict()  # now, while failing costs nothing
     with reading(source):

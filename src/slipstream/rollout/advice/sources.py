@@ -19,9 +19,9 @@ from slipstream.errors import ConfigurationError, CorruptFileError, RolloutError
 from slipstream.rollout.batch import BatchFile
 from slipstream.rollout.compressed import CompressedTensorDict
 from slipstream.rollout.layout import Key
-from slipstream.schema.flatten import import_tensordict
 from slipstream.store.container import MAGIC
 from slipstream.store.local import open_regular
+from slipstream.tensors import import_tensordict
 from slipstream.trajectory import NEXT
 
 if TYPE_CHECKING:
