@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.errors import CorruptFileError, WriteError
+from slipstream.errors import CorruptFileError, LockedError, WriteError
+from slipstream.store import local
 from slipstream.store.base import FileInfo, MemoryStore, Range, Store
 from slipstream.store.folder import LocalStore
+from slipstream.store.lock import FileLock
 from tests.contracts.store import NewStore, StoreContract
 
 
@@ -48,6 +50,21 @@ class TestMemoryStore(StoreContract):
     @pytest.fixture
     def new_store(self, tmp_path_factory: pytest.TempPathFactory) -> NewStore:
         return MemoryStore
+
+
+def test_without_hard_links_a_writer_waits_for_the_one_that_is_publishing(tmp_path, monkeypatch):
+    def refuse(source: object, target: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(local, "PUBLISH_TIMEOUT_S", 0.05)
+    store = LocalStore(tmp_path)
+    with (
+        FileLock(tmp_path / local.PUBLISH_LOCK),
+        pytest.raises(LockedError, match=rf"pid {os.getpid()}\) after waiting"),
+    ):
+        store.put_new("a", b"")
+    assert store.list() == []
 
 
 @pytest.fixture
@@ -179,6 +196,7 @@ def test_kill_9_at_any_instant_leaves_complete_objects_only(store):
     script = """
         import sys
         from slipstream.store.folder import LocalStore
+from slipstream.store.lock import FileLock
         store = LocalStore(sys.argv[1])
         first = len(store.list())
         for number in range(first, 1_000_000):

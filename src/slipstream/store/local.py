@@ -23,8 +23,8 @@ from slipstream.store.lock import FileLock, LockableFile, is_still_at, open_priv
 
 _PREFIX = ".slipstream-"
 _SUFFIX = ".tmp"
-_PUBLISH_LOCK = f"{_PREFIX}publish.lock"
-_PUBLISH_TIMEOUT_S = 60.0
+PUBLISH_LOCK = f"{_PREFIX}publish.lock"
+PUBLISH_TIMEOUT_S = 60.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 _FILE_TYPES = {
@@ -205,7 +205,7 @@ def link_new(source: Path, target: Path) -> bool:
 
 def _rename_new(temporary: Path, target: Path) -> None:
     """Rename a file to an unused name on a file system without hard links. A lock stands in for atomicity."""
-    with translate_errors(target), FileLock(target.parent / _PUBLISH_LOCK, timeout_s=_PUBLISH_TIMEOUT_S):
+    with translate_errors(target), FileLock(target.parent / PUBLISH_LOCK, timeout_s=PUBLISH_TIMEOUT_S):
         is_taken = os.path.lexists(target)
         if not is_taken:
             temporary.rename(target)
