@@ -1,37 +1,51 @@
 """The index of a container file: what is stored where. Parsing trusts nothing.
 
-An index that parses has unique names, known dtypes and codecs, sane sizes, and chunks that tile the data section of the
-file exactly: no overlap, no gap, nothing outside. Whoever reads by it cannot be led astray.
+An index that parses has unique names, known dtypes and codecs, plausible sizes, and chunks that tile the data section
+of the file exactly: no overlap, no gap, nothing outside. Code that reads by it cannot be led astray.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from slipstream.codecs import Codec, codec_from_header
-from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
+from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError, naming
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_CHUNK_BYTES = 64 << 20
-_MAX_ARRAY_BYTES = 1 << 48
 MAX_AXES = 32
+MAX_DEPTH = 500
+"""How deeply JSON may be nested; the parser recurses, and deeper nesting could exhaust the stack."""
+MAX_CONTAINERS = 3 << 20
+"""How many lists and objects an index may have: more than the chunks that fit into `MAX_INDEX_BYTES`."""
+MAX_NODES = 4 * MAX_CONTAINERS
+"""How many values an index may have; a chunk is a list of three."""
+
+_MAX_ARRAY_BYTES = 1 << 48
+# A codec may add a little to what it cannot compress.
 _OVERHEAD_BYTES = 64 << 10
+# How much of an index is examined at a time, so that it takes little memory.
+SCAN_BYTES = 1 << 20
+# Python writes a float in at most 24 characters.
+_MAX_FLOAT_CHARACTERS = 64
+_CHECKSUM = re.compile("[0-9a-f]{16}")
+
 DTYPES = frozenset(
     np.dtype(f"{order}{kind}").str
     for order in "<>"
     for kind in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 )
-"""How an index spells the dtypes it may hold."""
+"""The dtypes that an index may contain. No other string reaches ``np.dtype``, which would import modules by name."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Where one encoded part of an array lies in the file."""
 
     offset: int
@@ -41,9 +55,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Grid:
-    """How an array is cut into chunks that are contiguous in C order; see `part_shape`.
+    """How an array is split into chunks that are contiguous in C order; see `part_shape`.
 
-    All but one axis are trivial: before `axis` a chunk spans one index, after it all of them.
+    All axes but one are trivial: a chunk spans a single index of each axis before `axis`, and all of each after it.
     """
 
     shape: tuple[int, ...]
@@ -51,41 +65,52 @@ class Grid:
 
     @property
     def axis(self) -> int:
-        """The axis that is cut, or the last one if every chunk is a single element."""
-        return next((axis for axis, step in enumerate(self.chunk_shape) if step != 1), len(self.shape) - 1)
+        """The axis that is split, or the last one if every chunk is a single element."""
+        for axis, length in enumerate(self.chunk_shape):
+            if length != 1:
+                return axis
+        return len(self.shape) - 1
 
     @property
-    def per_line(self) -> int:
-        """How many chunks lie along the axis that is cut."""
+    def chunks_per_line(self) -> int:
+        """How many chunks lie along the axis that is split."""
         return -(-self.shape[self.axis] // self.chunk_shape[self.axis])
 
+    @property
+    def inner_size(self) -> int:
+        """How many elements there are for each index of the axis that is split."""
+        return math.prod(self.shape[self.axis + 1 :])
+
     def count(self) -> int:
-        """Return how many chunks there are."""
-        if not self.shape or not math.prod(self.shape):
-            return math.prod(self.shape)
-        return math.prod(self.shape[: self.axis]) * self.per_line
+        """Return the number of chunks: one for a scalar, none for an empty array."""
+        size = math.prod(self.shape)
+        if not self.shape or not size:
+            return size
+        return math.prod(self.shape[: self.axis]) * self.chunks_per_line
 
     def part(self, number: int) -> tuple[int, tuple[int, ...]]:
         """Return the position of a chunk's first element in the flat array, and the chunk's shape."""
         if not self.shape:
             return 0, ()
-        axis, step = self.axis, self.chunk_shape[self.axis]
-        outer, position = divmod(number, self.per_line)
-        length = min(step, self.shape[axis] - position * step)
-        start = (outer * self.shape[axis] + position * step) * math.prod(self.shape[axis + 1 :])
+        axis = self.axis
+        # Position along the axis that is split; the last chunk of a line may be shorter.
+        line, column = divmod(number, self.chunks_per_line)
+        first = column * self.chunk_shape[axis]
+        length = min(self.chunk_shape[axis], self.shape[axis] - first)
+        start = (line * self.shape[axis] + first) * self.inner_size
         return start, (*self.chunk_shape[:axis], length, *self.shape[axis + 1 :])
 
     def number_of(self, element: int) -> int:
-        """Return which chunk holds an element of the flat array."""
+        """Return the number of the chunk that contains an element of the flat array."""
         if not self.shape:
             return 0
-        index, length = element // math.prod(self.shape[self.axis + 1 :]), self.shape[self.axis]
-        return index // length * self.per_line + index % length // self.chunk_shape[self.axis]
+        line, position = divmod(element // self.inner_size, self.shape[self.axis])
+        return line * self.chunks_per_line + position // self.chunk_shape[self.axis]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One named array in a container; chunk number i holds part number i of its grid."""
+    """One named array in a container; chunk number i is part number i of its grid."""
 
     name: str
     dtype: np.dtype[Any]
@@ -108,10 +133,21 @@ class Entry:
         """Size of the encoded chunks in the file."""
         return sum(chunk.length for chunk in self.chunks)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as a JSON object."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype.str,
+            "shape": self.shape,
+            "codec": self.codec.to_header(),
+            "chunk_shape": self.grid.chunk_shape,
+            "chunks": [[chunk.offset, chunk.length, f"{chunk.checksum:016x}"] for chunk in self.chunks],
+        }
+
 
 @dataclass(frozen=True)
 class Index:
-    """Everything a container says of its content: arrays by name, and small JSON values by name."""
+    """The table of contents of a container: arrays by name, and small JSON values by name."""
 
     kind: str
     written_by: str
@@ -123,43 +159,37 @@ class Index:
 
         Raises:
             TypeError: If a value is not plain JSON.
+            ValueError: If a value is NaN or infinite.
         """
         for name, value in self.values.items():
             _check_json(value, name)
         document = {
             "kind": self.kind,
             "written_by": self.written_by,
-            "entries": [
-                {
-                    "name": entry.name,
-                    "dtype": entry.dtype.str,
-                    "shape": entry.shape,
-                    "codec": entry.codec.to_header(),
-                    "chunk_shape": entry.grid.chunk_shape,
-                    "chunks": [[chunk.offset, chunk.length, f"{chunk.checksum:016x}"] for chunk in entry.chunks],
-                }
-                for entry in self.entries.values()
-            ],
+            "entries": [entry.to_json() for entry in self.entries.values()],
             "values": dict(self.values),
         }
         return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
 
     @classmethod
     def parse(cls, text: bytes, data_start: int, data_stop: int) -> Index:
-        """Check and read an index whose chunks must tile the bytes from `data_start` to `data_stop`.
+        """Validate and parse an index whose chunks must tile the bytes from `data_start` to `data_stop`.
+
+        Time is linear in the length of the text, and memory is bounded before anything is allocated.
 
         Raises:
-            CorruptFileError: With the reason, if anything in it is not as a writer would have written it.
+            CorruptFileError: With the reason, if anything in it is invalid.
             FormatVersionError: If it names a codec of a newer release.
         """
-        document = _load(text)
+        _check_structure(text)
+        document = _load_json(text)
         entries: dict[str, Entry] = {}
         for item in _field(document, "entries", list):
             entry = _parse_entry(item)
             if entry.name in entries:
-                raise CorruptFileError(f"index lists the entry {entry.name!r} twice")
+                raise CorruptFileError(f"index lists the entry {entry.name[:200]!r} twice")
             entries[entry.name] = entry
-        _check_tiling([chunk for entry in entries.values() for chunk in entry.chunks], data_start, data_stop)
+        _check_tiling(entries.values(), data_start, data_stop)
         return cls(
             _field(document, "kind", str),
             _field(document, "written_by", str),
@@ -169,7 +199,7 @@ class Index:
 
 
 def _check_json(value: Any, name: str) -> None:
-    """Raise `TypeError` for what JSON would change on the way, such as a key that is not a string."""
+    """Raise `TypeError` for anything that JSON would not return unchanged, such as a key that is not a string."""
     if isinstance(value, dict):
         for key, member in value.items():
             if not isinstance(key, str):
@@ -179,27 +209,57 @@ def _check_json(value: Any, name: str) -> None:
         for member in value:
             _check_json(member, name)
     elif value is not None and not isinstance(value, (str, int, float)):
-        raise TypeError(f"value {name!r} holds a {type(value).__qualname__}, expected plain JSON")
+        raise TypeError(f"value {name!r} contains a {type(value).__qualname__}, expected plain JSON")
 
 
-def _load(text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        members = dict(pairs)
-        if len(members) != len(pairs):
-            raise CorruptFileError("index holds an object with the same key twice")
-        return members
+def _check_structure(text: bytes) -> None:
+    """Raise `CorruptFileError` if JSON is nested too deeply or has too many values, without parsing it.
 
-    def finite(literal: str) -> float:
-        if not math.isfinite(number := float(literal)):
-            raise CorruptFileError(f"index holds the number {literal[:40]}, which is not finite")
-        return number
+    Parsing first would be too late: 21 MB of empty lists become gigabytes of objects that take minutes to process. One
+    pass over the bytes finds the brackets and commas outside strings. Where the text is not valid JSON the count may be
+    wrong, but the parser stops at that point.
+    """
+    # An escaped quote does not end a string. Escaped backslashes go first: the quote in \\" is not escaped.
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    depth = 0
+    num_containers = 0
+    num_nodes = 0
+    in_string = False
+    for start in range(0, len(text), SCAN_BYTES):
+        piece = np.frombuffer(text[start : start + SCAN_BYTES], np.uint8)
+        # Every quote switches between inside and outside of a string.
+        inside = np.logical_xor.accumulate(piece == ord('"')) ^ in_string
+        in_string = bool(inside[-1])
+        outside = ~inside
+        opening = ((piece == ord("[")) | (piece == ord("{"))) & outside
+        closing = ((piece == ord("]")) | (piece == ord("}"))) & outside
+        levels = depth + np.cumsum(opening.astype(np.int32) - closing)
+        depth = int(levels[-1])
+        num_opened = int(np.count_nonzero(opening))
+        num_containers += num_opened
+        num_nodes += num_opened + int(np.count_nonzero((piece == ord(",")) & outside))
+        if int(levels.max()) > MAX_DEPTH:
+            raise CorruptFileError(f"index is nested too deeply, expected at most {MAX_DEPTH} levels")
+        if num_containers > MAX_CONTAINERS or num_nodes > MAX_NODES:
+            raise CorruptFileError(
+                f"index has too many values, expected at most {MAX_NODES}, {MAX_CONTAINERS} of them lists or objects"
+            )
 
+
+def _load_json(text: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(text, object_pairs_hook=unique, parse_constant=finite, parse_float=finite)
+        # Decode explicitly: given bytes, json would also accept UTF-16, which the checks above do not see through.
+        document = json.loads(
+            text.decode(),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_finite_number,
+            parse_float=_finite_number,
+        )
     except CorruptFileError:
         raise
     except RecursionError:
-        raise CorruptFileError("index is nested too deeply") from None
+        raise CorruptFileError("index is nested too deeply to be parsed here") from None
     except ValueError as error:
         raise CorruptFileError(f"index is not valid JSON ({error})") from None
     if not isinstance(document, dict):
@@ -207,38 +267,54 @@ def _load(text: bytes) -> dict[str, Any]:
     return document
 
 
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise CorruptFileError("index has an object with duplicate keys")
+    return members
+
+
+def _finite_number(literal: str) -> float:
+    if len(literal) > _MAX_FLOAT_CHARACTERS:
+        raise CorruptFileError(f"index has a number of {len(literal)} characters")
+    number = float(literal)
+    if not math.isfinite(number):
+        raise CorruptFileError(f"index has the number {literal}, which is not finite")
+    return number
+
+
 def _field(item: Any, key: str, kind: type) -> Any:
-    value = item.get(key) if isinstance(item, dict) else None
+    """Return a member of a JSON object, which must be of the given type."""
+    value = None
+    if isinstance(item, dict):
+        value = item.get(key)
     if not isinstance(value, kind):
-        raise CorruptFileError(f"index has no {kind.__name__} {key!r} where one belongs")
+        raise CorruptFileError(f"index lacks {key!r}, or it is not a {kind.__name__}")
     return value
-
-
-def _sizes(item: Any, key: str) -> tuple[int, ...]:
-    sizes = _field(item, key, list)
-    if len(sizes) > MAX_AXES or not all(type(size) is int and 0 <= size <= _MAX_ARRAY_BYTES for size in sizes):
-        raise CorruptFileError(f"index has a {key!r} that is not a list of at most {MAX_AXES} sizes")
-    return tuple(sizes)
 
 
 def _parse_entry(item: Any) -> Entry:
     name = _field(item, "name", str)
-    try:
-        grid = Grid(_sizes(item, "shape"), _sizes(item, "chunk_shape"))
-        chunks = tuple(_parse_chunk(chunk) for chunk in _field(item, "chunks", list))
+    with naming(f"entry {name[:200]!r}"):
+        grid = Grid(_parse_sizes(item, "shape"), _parse_sizes(item, "chunk_shape"))
+        chunks = tuple(map(_parse_chunk, _field(item, "chunks", list)))
         entry = Entry(name, _parse_dtype(item), grid, _parse_codec(item), chunks)
         _check_geometry(entry)
-    except FormatVersionError as error:
-        raise FormatVersionError(f"entry {name[:200]!r}: {error}") from error
-    except CorruptFileError as error:
-        raise CorruptFileError(f"entry {name[:200]!r}: {error}") from error
     return entry
+
+
+def _parse_sizes(item: Any, key: str) -> tuple[int, ...]:
+    sizes = _field(item, key, list)
+    # A bool is an int in Python, but not in an index.
+    if len(sizes) > MAX_AXES or not all(type(size) is int and 0 <= size <= _MAX_ARRAY_BYTES for size in sizes):
+        raise CorruptFileError(f"index has an invalid {key!r}, expected a list of at most {MAX_AXES} sizes")
+    return tuple(sizes)
 
 
 def _parse_dtype(item: Any) -> np.dtype[Any]:
     dtype: str = _field(item, "dtype", str)
     if dtype not in DTYPES:
-        raise CorruptFileError(f"index has the dtype {dtype[:40]!r}, which no writer uses")
+        raise CorruptFileError(f"index has the unknown dtype {dtype[:40]!r}")
     return np.dtype(dtype)
 
 
@@ -248,42 +324,64 @@ def _parse_codec(item: Any) -> Codec:
     except FormatVersionError:
         raise
     except SlipstreamError as error:
-        raise CorruptFileError(str(error)) from error
+        # A hostile header may be long, and so is the message that shows it.
+        raise CorruptFileError(str(error)[:500]) from error
 
 
-def _parse_chunk(chunk: Any) -> Chunk:
-    if not (isinstance(chunk, list) and [type(field) for field in chunk] == [int, int, str]):
-        raise CorruptFileError("index has a chunk that is not [offset, length, checksum]")
-    offset, length, checksum = chunk
-    if offset < 0 or length < 1 or len(checksum) != 16 or not set(checksum) <= set("0123456789abcdef"):
-        raise CorruptFileError(f"index has the chunk {str(chunk)[:80]}, which no writer writes")
-    return Chunk(offset, length, int(checksum, 16))
+def _parse_chunk(row: Any) -> Chunk:
+    """Parse ``[offset, length, checksum]``. Called for every chunk, so the common case takes few steps."""
+    if type(row) is list and len(row) == 3:
+        offset, length, checksum = row
+        # Exact types: a bool or a float would compare like an integer.
+        if type(offset) is int and type(length) is int and type(checksum) is str:
+            if offset >= 0 and length >= 1 and _CHECKSUM.fullmatch(checksum):
+                return Chunk(offset, length, int(checksum, 16))
+            raise CorruptFileError(f"index has the invalid chunk {str(row)[:80]}")
+    raise CorruptFileError("index has a chunk that is not [offset, length, checksum]")
 
 
 def _check_geometry(entry: Entry) -> None:
-    shape, part = entry.shape, entry.grid.chunk_shape
-    if math.prod(length for length in shape if length) * entry.dtype.itemsize > _MAX_ARRAY_BYTES:
+    """Check that the chunks are what `part_shape` makes of the array, and that their number and sizes are plausible."""
+    shape = entry.shape
+    chunk_shape = entry.grid.chunk_shape
+    mismatch = f"index has chunks of shape {list(chunk_shape)} in an array of shape {list(shape)}"
+    # An empty array may claim any other lengths, and their product must stay bounded, too.
+    nonzero_lengths = [max(1, length) for length in shape]
+    if math.prod(nonzero_lengths) * entry.dtype.itemsize > _MAX_ARRAY_BYTES:
         raise CorruptFileError(f"index claims an array of shape {list(shape)}")
-    if len(part) != len(shape):
-        raise CorruptFileError(f"index has chunks of shape {list(part)} in an array of shape {list(shape)}")
+    if len(chunk_shape) != len(shape):
+        raise CorruptFileError(mismatch)
     if entry.nbytes:
-        fits = all(0 < step <= length for step, length in zip(part, shape, strict=True))
-        if not fits or part[entry.grid.axis + 1 :] != shape[entry.grid.axis + 1 :]:
-            raise CorruptFileError(f"index has chunks of shape {list(part)} in an array of shape {list(shape)}")
-        decoded = math.prod(part) * entry.dtype.itemsize
-        if decoded > MAX_CHUNK_BYTES:
-            raise CorruptFileError(f"index has chunks of shape {list(part)}, larger than {MAX_CHUNK_BYTES} bytes")
-        longest = max((chunk.length for chunk in entry.chunks), default=0)
-        if longest > decoded + decoded // 64 + _OVERHEAD_BYTES:  # no codec makes anything larger than that
-            raise CorruptFileError(f"index has a chunk of {longest} bytes for {decoded} bytes of content")
+        fits = all(0 < step <= length for step, length in zip(chunk_shape, shape, strict=True))
+        inner = entry.grid.axis + 1
+        if not fits or chunk_shape[inner:] != shape[inner:]:
+            raise CorruptFileError(mismatch)
+        _check_chunk_sizes(entry, math.prod(chunk_shape) * entry.dtype.itemsize)
     expected = entry.grid.count()
     if len(entry.chunks) != expected:
         raise CorruptFileError(f"index lists {len(entry.chunks)} chunks, expected {expected}")
 
 
-def _check_tiling(chunks: list[Chunk], start: int, stop: int) -> None:
+def _check_chunk_sizes(entry: Entry, decoded_bytes: int) -> None:
+    if decoded_bytes > MAX_CHUNK_BYTES:
+        raise CorruptFileError(
+            f"index has chunks of shape {list(entry.grid.chunk_shape)}, larger than {MAX_CHUNK_BYTES} bytes"
+        )
+    longest = max((chunk.length for chunk in entry.chunks), default=0)
+    # No codec expands an array by more than that.
+    if longest > decoded_bytes + decoded_bytes // 64 + _OVERHEAD_BYTES:
+        raise CorruptFileError(f"index has a chunk of {longest} bytes for {decoded_bytes} bytes of content")
+
+
+def _check_tiling(entries: Iterable[Entry], start: int, stop: int) -> None:
+    """Check that the chunks of all entries follow each other from `start` to `stop`, without overlap or gap."""
+    chunks: list[Chunk] = []
+    for entry in entries:
+        chunks.extend(entry.chunks)
+    # Sorts by offset, the first field of a chunk.
+    chunks.sort()
     position = start
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
+    for chunk in chunks:
         if chunk.offset != position:
             raise CorruptFileError(f"index has a chunk at byte {chunk.offset}, expected the next at {position}")
         position += chunk.length
