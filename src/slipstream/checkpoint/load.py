@@ -12,7 +12,6 @@ import torch
 from slipstream.checkpoint.native import NativeFile
 from slipstream.checkpoint.portable import read_portable
 from slipstream.errors import CorruptFileError
-from slipstream.memory import machine_bytes
 from slipstream.schema.flatten import flatten
 from slipstream.schema.structure import matching
 from slipstream.schema.unflatten import unflatten
@@ -55,7 +54,9 @@ def load_checkpoint(
 ) -> Any:
     """Load a checkpoint that any of our savers, or ``torch.save``, wrote; checks every checksum on the way.
 
-    Never runs code from the file unless told to. Decompression is parallel. A delta reads its parents as well.
+    Never runs code from the file unless `weights_only` is False. Decompression is parallel. A delta reads its parents
+    as well. Memory is bounded: LZ4 data may expand to 1 GiB, or to 32 times the size of the file if that is more, and
+    what exceeds that is refused before it is allocated (every file that we write stays below).
 
     Args:
         path: The file; if it is absent, ``<path>.lz4`` is tried.
@@ -90,9 +91,7 @@ def load_checkpoint(
     if kind == "safetensors":
         state = _load_safetensors(path, device)
     else:
-        state = read_portable(
-            path, compressed=kind == "lz4", device=device, weights_only=weights_only, max_bytes=machine_bytes()
-        )
+        state = read_portable(path, compressed=kind == "lz4", device=device, weights_only=weights_only)
     return state if keys is None else _select(path, state, tuple(keys))
 
 

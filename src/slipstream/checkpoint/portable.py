@@ -18,8 +18,17 @@ import lz4.frame
 import numpy as np
 import torch
 
-from slipstream.codecs.bytes import FRAME_BYTES, compress_frames, decompress_frames
+from slipstream.codecs.bytes import (
+    FRAME_BYTES,
+    compress_frames,
+    content_bytes,
+    content_limit,
+    decompress_frames,
+    find_frames,
+    ratio_padding,
+)
 from slipstream.errors import CodecError, CorruptFileError, WriteError
+from slipstream.memory import machine_bytes
 from slipstream.store.local import atomic_write, open_regular
 
 _SAMPLE_BYTES = 64 << 10
@@ -48,6 +57,7 @@ class _FrameWriter(io.RawIOBase):
         self._level = level
         self._threads = threads
         self._pending = bytearray()
+        self._packed_bytes = 0
         self.raw_bytes = 0
 
     def writable(self) -> bool:
@@ -64,12 +74,15 @@ class _FrameWriter(io.RawIOBase):
     def finish(self) -> None:
         """Pack what is left."""
         self._pack(len(self._pending))
+        for padding in ratio_padding(self.raw_bytes, self._packed_bytes):
+            self._file.write(padding)
 
     def _pack(self, count: int) -> None:
         block = bytes(self._pending[:count])
         del self._pending[:count]
         for frame in compress_frames(block, self._useful_level(block), self._threads):
             self._file.write(frame)
+            self._packed_bytes += len(frame)
 
     def _useful_level(self, block: bytes) -> int:
         """Return the level asked for, or 0 where the slow search would find nothing: it cannot shrink floats."""
@@ -119,23 +132,21 @@ def _torch_save(state: Any, file: BinaryIO) -> None:
         raise reason from None
 
 
-def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bool, max_bytes: int) -> Any:
+def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bool) -> Any:
     """Read what ``torch.save`` wrote; checks every byte of tensors against its checksum first.
 
     Raises:
-        CorruptFileError: If the file is damaged, or holds what only running its code could load.
+        CorruptFileError: If the file is damaged, expands beyond `content_limit`, or holds what only running its code
+            could load.
     """
     with open_regular(path) as file:
-        content = file.read()
+        content = io.BytesIO(file.read())
     if compressed:
-        try:
-            content = b"".join(decompress_frames(content, max_bytes))
-        except CodecError as error:
-            raise CorruptFileError(f"{path}: {error}") from error
+        content = _decompress(path, content)
     _check_zip(path, content)
     try:
         with torch.serialization.safe_globals(_HARMLESS):
-            return torch.load(io.BytesIO(content), map_location=device, weights_only=weights_only)
+            return torch.load(content, map_location=device, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         if weights_only and "weights_only" in str(error).lower().replace("weights only", "weights_only"):
             raise CorruptFileError(
@@ -147,18 +158,47 @@ def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bo
         raise CorruptFileError(f"{path}: is not a checkpoint that torch can load ({_first_line(error)})") from error
 
 
+def _decompress(path: Path, packed: io.BytesIO) -> io.BytesIO:
+    """Return the content of LZ4 frames. A small file that claims a lot of content is refused before it is allocated."""
+    data = packed.getbuffer()
+    limit = content_limit(len(data))
+    try:
+        # Counting takes no memory, so count everything that could fit: the error can then say how much there is.
+        frames = find_frames(data, max_bytes=machine_bytes())
+        size = content_bytes(frames)
+        if size > limit:
+            raise CorruptFileError(
+                f"{path}: {len(data)} bytes of LZ4 data hold {size} bytes, more than the limit of {limit}; "
+                "if you trust the file, decompress it with `lz4 -d` and load the result"
+            )
+        # Decompress into the memory of the stream itself: joining pieces would take the size twice.
+        content = io.BytesIO(bytes(size))
+        decompress_frames(data, frames, content.getbuffer())
+    except CodecError as error:
+        raise CorruptFileError(f"{path}: {error}") from error
+    return content
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
-def _check_zip(path: Path, content: bytes) -> None:
+def _check_zip(path: Path, content: io.BytesIO) -> None:
     """Compare the checksums that torch wrote: torch itself does not look at them."""
-    if not content.startswith(b"PK"):
+    magic = content.read(2)
+    content.seek(0)
+    if magic != b"PK":
         return  # the format of torch before 1.6 has none
+    limit = content_limit(content.getbuffer().nbytes)
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            damaged = archive.testzip()
+        with zipfile.ZipFile(content) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+            # torch.save does not compress, but torch.load would expand an archive that is.
+            damaged = archive.testzip() if size <= limit else None
     except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, OSError, zlib.error, struct.error) as error:
         raise CorruptFileError(f"{path}: is damaged or cut off ({_first_line(error)})") from error
+    if size > limit:
+        raise CorruptFileError(f"{path}: its members claim {size} bytes, more than the limit of {limit}")
     if damaged is not None:
         raise CorruptFileError(f"{path}: is damaged: {damaged} does not match its checksum")
+    content.seek(0)

@@ -17,7 +17,6 @@ from slipstream.checkpoint.adapters.base import Adapter
 from slipstream.checkpoint.load import find_format
 from slipstream.checkpoint.portable import read_portable
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
-from slipstream.memory import machine_bytes
 from slipstream.store.worker import Handle
 
 if TYPE_CHECKING:
@@ -119,7 +118,6 @@ class LightningCheckpointIO(Adapter, CheckpointIO):  # type: ignore[misc, unused
             compressed=compressed,
             device=map_location,
             weights_only=weights_only,  # type: ignore[arg-type]
-            max_bytes=machine_bytes(),
         )
         return state
 
