@@ -22,7 +22,6 @@ def shown(**environment: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
     )
     return done.stdout.split()
 

@@ -361,7 +361,7 @@ def child_draws(file: Path) -> list[list[str]]:
     )
     command = [sys.executable, "-c", script, str(file)]
     programs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    return [program.communicate(timeout=100)[0].splitlines() for program in programs]
+    return [program.communicate()[0].splitlines() for program in programs]
 
 
 def test_forked_children_draw_other_numbers_than_each_other_and_the_same_ones_next_time(file_a):
@@ -378,7 +378,7 @@ def test_a_fork_in_the_middle_of_reading_does_not_hang(tmp_path, storage):
     """
     path = write_a(tmp_path / "a.hdf5", **storage)
     command = [sys.executable, "-c", textwrap.dedent(FORKING), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -514,5 +514,5 @@ def test_a_process_that_is_forked_before_anything_was_drawn_draws_numbers_of_its
         "print(b.sample(20).action[:, 0].tolist(), flush=True)\n"
     )
     command = [sys.executable, "-c", script, str(file_a)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.splitlines()
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(set(lines)) == 2

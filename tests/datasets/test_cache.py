@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -209,29 +208,28 @@ def test_an_unfinished_cache_of_a_file_that_changed_is_begun_anew(file_a):
 
 
 KILLED = """
-import sys, time
-from slipstream.datasets.ingest import ingest as module
+import sys
 from slipstream import ingest
 import slipstream.datasets.ingest as inner
 inner._BATCH_BYTES = 20_000
 inner._MARK_BYTES = 100_000
-def slowly(done, total):
+def wait_to_be_killed(done, total):
     print(done, flush=True)
-    time.sleep(0.02)
-ingest(sys.argv[1], 16, progress=slowly)
+    if done > 400:
+        sys.stdin.read()
+ingest(sys.argv[1], 16, progress=wait_to_be_killed)
 """
 
 
 def test_an_ingest_that_is_killed_goes_on_where_it_was(tmp_path):
     path = write_a(tmp_path / "a.hdf5", 300)
-    program = subprocess.Popen([sys.executable, "-c", KILLED, path], stdout=subprocess.PIPE, text=True)
-    assert program.stdout
-    for line in program.stdout:
-        if int(line) > 400:
-            break
-    program.send_signal(signal.SIGKILL)
-    program.wait()
-    program.stdout.close()
+    command = [sys.executable, "-c", KILLED, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout
+        for line in program.stdout:
+            if int(line) > 400:
+                break
+        program.kill()
     cache = cache_path(path, SIZE)
     assert not cache.exists()
     done = ingest(path, SIZE)
@@ -241,19 +239,16 @@ def test_an_ingest_that_is_killed_goes_on_where_it_was(tmp_path):
 
 def test_two_processes_do_not_write_the_same_cache(file_a):
     script = (
-        "import sys, time; from slipstream import ingest\n"
-        "ingest(sys.argv[1], 16, progress=lambda *_: (print('at it', flush=True), time.sleep(60)))\n"
+        "import sys; from slipstream import ingest\n"
+        "ingest(sys.argv[1], 16, progress=lambda *_: (print('at it', flush=True), sys.stdin.read()))\n"
     )
-    program = subprocess.Popen([sys.executable, "-c", script, file_a], stdout=subprocess.PIPE, text=True)
-    assert program.stdout
-    try:
-        program.stdout.readline()
+    command = [sys.executable, "-c", script, file_a]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout
+        assert program.stdout.readline() == "at it\n"
         with pytest.raises(DatasetError, match="a.hdf5.16px.frames: another process is writing it"):
             ingest(file_a, SIZE)
-    finally:
         program.kill()
-        program.wait()
-        program.stdout.close()
     assert ingest(file_a, SIZE).num_frames == 93
 
 

@@ -6,7 +6,6 @@ import fcntl
 import itertools
 import json
 import os
-import select
 import shutil
 import signal
 import time
@@ -226,17 +225,14 @@ class Browser:
         if self._session and not method.startswith("Target."):
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        for answer in self._messages(timeout_s=60):
+        for answer in self._messages():
             if answer.get("id") == number:
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return answer["result"]
-        raise AssertionError(f"the browser does not answer {method}")
+        raise AssertionError(f"the browser ended before it answered {method}")
 
-    def _messages(self, timeout_s: float) -> Iterator[dict[str, Any]]:
-        until = time.monotonic() + timeout_s
-        while select.select([self._in], [], [], max(0.0, until - time.monotonic()))[0]:
-            received = os.read(self._in, 1 << 20)
-            assert received, "the browser is gone"
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        while received := os.read(self._in, 1 << 20):
             *messages, self._rest = (self._rest + received).split(b"\0")
             parsed = [json.loads(message) for message in messages]
             self.events += [message for message in parsed if "id" not in message]
@@ -264,10 +260,8 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_until(self, expression: str, timeout_s: float = 60) -> None:
-        until = time.monotonic() + timeout_s
+    def wait_until(self, expression: str) -> None:
         while not self.evaluate(expression):
-            assert time.monotonic() < until, f"it did not come about that {expression}"
             time.sleep(0.05)
 
     def press(self, key: str) -> None:

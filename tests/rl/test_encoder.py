@@ -127,4 +127,4 @@ def test_the_encoder_needs_neither_tensordict_nor_torchrl():
         "from slipstream import ImageJointEncoder\n"
         "from slipstream.rl import ValueNorm\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True)

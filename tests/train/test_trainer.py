@@ -1,10 +1,12 @@
 """The loop: what it writes, and that a run that was ended and resumed equals one that was not."""
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +69,28 @@ def assert_same_runs(one: Path, other: Path, iterations: int = 6) -> None:
         assert_same(load_rollout(one / file).to_dict(), load_rollout(other / file).to_dict())
 
 
-def start(run_dir: Path, *arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "slipstream", "train", *arguments]
-    return subprocess.Popen(command, cwd=run_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+Process = subprocess.Popen[str]
 
 
-def wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 120
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Process]]:
+    """A function that starts ``slipstream train``; what still runs at the end of the test is killed."""
+    with contextlib.ExitStack() as started:
+
+        def call(*arguments: str) -> Process:
+            command = [sys.executable, "-m", "slipstream", "train", *arguments]
+            process = started.enter_context(
+                subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+            started.callback(process.kill)
+            return process
+
+        yield call
+
+
+def wait_for(path: Path, process: Process) -> None:
     while not path.exists():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
@@ -122,18 +136,18 @@ trainer.run()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_iteration_saves_and_says_how_to_resume(number, tmp_path):
+def test_a_signal_finishes_the_iteration_saves_and_says_how_to_resume(number, tmp_path, start):
     endless = [*SMALL, "name=x", "max_frame_num=1e9", "save_interval=1000", "rollout_save_interval=3"]
-    process = start(tmp_path, *endless)
+    process = start(*endless)
     wait_for(tmp_path / "runs/x/rollouts/rollout_000003.slip", process)
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert process.returncode == 0, err
     assert "To go on: slipstream train resume=runs/x" in " ".join(out.split())
     done = read_metrics(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
     assert (tmp_path / f"runs/x/checkpoints/checkpoint_iter_{done}.slip").exists()
-    resumed = start(tmp_path, "resume=runs/x", f"max_frame_num={16 * 8 * (done + 2)}", "--no-evaluate")
-    out, err = resumed.communicate(timeout=120)
+    resumed = start("resume=runs/x", f"max_frame_num={16 * 8 * (done + 2)}", "--no-evaluate")
+    out, err = resumed.communicate()
     assert resumed.returncode == 0, err
     assert f"after iteration {done}" in " ".join(out.split())
     rows = read_metrics(tmp_path / "runs/x/metrics.jsonl")
