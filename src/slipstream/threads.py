@@ -1,4 +1,4 @@
-"""How many threads to use, and a parallel map on short-lived threads.
+"""How many threads to use, a parallel map on short-lived threads, and a way to wait that Ctrl-C cannot break.
 
 `parallel_map` starts its threads for one call and joins them at the end. That costs about 0.1 ms and has three
 advantages over a shared pool: the threads inherit the low scheduling priority of the background thread that starts
@@ -8,8 +8,12 @@ them, a forked child never inherits a pool without threads, and it works while t
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -152,3 +156,57 @@ class _Crew(Generic[T, R]):
             index = self._num_started
             self._num_started += 1
             return index
+
+
+class Notifier:
+    """Wakes threads that wait for a condition. Ctrl-C may interrupt a waiting thread anywhere.
+
+    `threading.Condition` is written in Python. A `KeyboardInterrupt` between two of its lines can leave its lock held,
+    and then every other thread waits forever. Here each waiting thread blocks on a lock that belongs to it alone, so an
+    interrupted thread leaves nothing behind that another thread needs. Conditions are read without a lock: they should
+    depend on values that change in one step.
+
+    Example:
+        >>> notifier = Notifier()
+        >>> notifier.wait_until(lambda: True)
+        True
+        >>> notifier.wait_until(lambda: False, timeout_s=0.01)
+        False
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[_thread.LockType] = deque()
+
+    def wait_until(self, is_ready: Callable[[], object], timeout_s: float | None = None) -> bool:
+        """Block until `is_ready()` is true or `timeout_s` seconds have passed; return whether it is true."""
+        deadline = None
+        if timeout_s is not None:
+            deadline = time.monotonic() + timeout_s
+        while not is_ready():
+            turn = _thread.allocate_lock()
+            turn.acquire()
+            self._waiting.append(turn)
+            # The condition may have changed before `turn` was in the queue, and then nobody wakes this thread.
+            if is_ready():
+                self._forget(turn)
+                return True
+            if deadline is None:
+                turn.acquire()
+            elif not turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                self._forget(turn)
+                return bool(is_ready())
+        return True
+
+    def notify_all(self) -> None:
+        """Make every waiting thread look at its condition again. Never blocks."""
+        for turn in tuple(self._waiting):
+            # Release before removing: interrupted in between, the next call still finds the thread.
+            # A RuntimeError means that another thread has released it already.
+            with contextlib.suppress(RuntimeError):
+                turn.release()
+            self._forget(turn)
+
+    def _forget(self, turn: _thread.LockType) -> None:
+        # A ValueError means that another thread has removed it already.
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(turn)

@@ -81,7 +81,7 @@ def test_waiting_ends_when_the_time_is_up():
         assert handle.wait(timeout=0.01) is False
         with pytest.raises(TimeoutError):
             handle.result(timeout=0.01)
-        with pytest.raises(TimeoutError, match="2 jobs are not done after 0.01 s; they go on"):
+        with pytest.raises(TimeoutError, match="2 jobs are not done after 0.01 s; they continue"):
             worker.flush(timeout=0.01)
         gate.opened.set()
         assert handle.wait(timeout=30) is True

@@ -1,22 +1,17 @@
-"""The background: bounded queues of jobs, run one at a time on a single low-priority thread of the process.
+"""Background jobs: bounded queues that one low-priority thread of the process works through in order.
 
-Whatever Slipstream writes behind training's back goes through here. Each owner (a checkpoint saver, a rollout storage)
-has a `Worker` with a bound and a policy of its own; all of them share one thread, so that the background never takes
-more than one core from training, plus what codecs use at low priority.
+Everything that Slipstream writes in the background goes through here. Each owner (a checkpoint saver, a rollout
+storage) has a `Worker` with a bound and a back-pressure policy. All workers share one thread, so that background work
+takes at most one core from training, plus the threads that codecs use at the same low priority.
 
-Nothing queued is lost without a word:
+Nothing that was accepted is lost silently. `slipstream.store.lifetime` drains the queues at exit and on signals. An
+error is kept, with its traceback, until the handle is asked for it; otherwise the next call or `close` raises it, or it
+is logged at exit.
 
-* *Normal exit, ``sys.exit``, an unhandled exception, Ctrl-C*: a watching thread sees the main thread end and drains
-  all queues before the interpreter goes away.
-* *SIGTERM, SIGHUP, and SIGINT if it would kill*: the queues are drained by a thread of their own, and then the process
-  dies of that signal as it would have without us; whoever submits more meanwhile waits for that, because it would be
-  lost; a second signal ends it at once. Where a handler was installed before, it is called after draining. Signals
-  that are ignored stay ignored.
-* *Failure of a job*: kept, with its traceback, until its handle is asked, or else raised by the next call or by
-  `close`, or else logged at exit.
-* *Fork*: the child starts with empty queues; the jobs stay with the parent.
-
-Locks are reentrant, because a signal handler may interrupt the main thread while it holds one.
+No call that the main thread makes holds a lock that the background thread needs. Ctrl-C can interrupt the main thread
+between any two lines, and a lock that it leaves behind would stop the background forever. The shared state is therefore
+made of operations that are atomic in CPython (``deque.append``, ``popleft``, acquiring a lock without blocking) and of
+values that are derived instead of counted: the size of a queue is the number of its unfinished jobs that still exist.
 """
 
 from __future__ import annotations
@@ -26,76 +21,230 @@ import contextlib
 import functools
 import logging
 import os
-import signal
+import queue
 import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
 from slipstream.errors import BackgroundError, JobSkippedError, QueueFullError
+from slipstream.store import lifetime
+from slipstream.threads import Notifier
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Policy = Literal["block", "skip_oldest", "raise"]
 
-_DRAIN_ON_SIGNAL_S = 60.0
+# Nice, not the idle scheduling class: a thread that is starved while it holds the GIL starves training too.
 _NICENESS = 10
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
-class Handle(Future[T], Generic[T]):
-    """The promise of a job's result: a `concurrent.futures.Future` that can also be waited for.
+class Handle(Generic[T]):
+    """The result of a background job, once there is one. Has the methods of `concurrent.futures.Future`.
 
-    Asking for the result (or exception) of a failed job counts as having heard of the failure.
+    Retrieving the result or the error of a failed job counts as having noticed the failure: it is not raised again.
+    Thread-safe.
     """
 
-    _heard = False
+    def __init__(self, outcome: _Outcome) -> None:
+        self._outcome = outcome
+
+    def done(self) -> bool:
+        """Return whether the job has finished, failed or was cancelled."""
+        return self._outcome.is_done
+
+    def running(self) -> bool:
+        """Return whether the job is running now."""
+        return self._outcome.is_claimed and not self._outcome.is_done
+
+    def cancelled(self) -> bool:
+        """Return whether the job was cancelled before it started."""
+        return isinstance(self._outcome.error, CancelledError)
+
+    def cancel(self) -> bool:
+        """Cancel the job unless it has started; return whether it will not run."""
+        if self._outcome.claim():
+            self._outcome.is_noticed = True
+            self._outcome.resolve(error=CancelledError())
+        return self.cancelled()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the job is done; returns False if that took longer than `timeout` seconds.
+        """Block until the job is done; return False if that takes longer than `timeout` seconds.
 
         Raises:
-            BaseException: What the job raised, if it failed.
+            BaseException: The error of the job, if it failed.
         """
         try:
-            self.exception(timeout)
+            self.result(timeout)
         except TimeoutError:
+            # The job itself may have raised a TimeoutError.
+            if self.done():
+                raise
             return False
-        self.result()
         return True
 
     def result(self, timeout: float | None = None) -> T:
-        """Block until the job is done, and return what it returned or raise what it raised."""
-        self.exception(timeout)
-        return super().result()
+        """Block until the job is done, then return its result or raise its error.
+
+        Raises:
+            TimeoutError: If the job is not done after `timeout` seconds.
+            CancelledError: If the job was cancelled.
+        """
+        error = self._wait_for_error(timeout)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # The traceback refers to this frame; without this, frame and error would keep each other alive.
+                del error
+        value: T = self._outcome.value
+        return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Block until the job is done, and return what it raised, or None."""
-        error = super().exception(timeout)
-        self._heard = True
+        """Block until the job is done, then return its error, or None if it succeeded.
+
+        Raises:
+            TimeoutError: If the job is not done after `timeout` seconds.
+            CancelledError: If the job was cancelled.
+        """
+        error = self._wait_for_error(timeout)
+        if isinstance(error, CancelledError):
+            raise error
         return error
 
-    def _fail(self, error: BaseException) -> None:
-        """Give up a job that has not begun, for a reason its owner knows of."""
-        if self.set_running_or_notify_cancel():
-            self._heard = True
-            self.set_exception(error)
+    def add_done_callback(self, callback: Callable[[Handle[T]], object]) -> None:
+        """Call ``callback(handle)`` when the job is done, on the background thread; now if it is done already."""
+        self._outcome.add_callback(functools.partial(callback, self))
+
+    def _wait_for_error(self, timeout: float | None) -> BaseException | None:
+        if not _background.changed.wait_until(self.done, timeout):
+            raise TimeoutError(f"the background job is not done after {timeout} s")
+        self._outcome.is_noticed = True
+        return self._outcome.error
+
+
+class _Outcome:
+    """What a job returned or raised. Exactly one thread claims it, and with it the right to resolve it."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.is_noticed = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._claimed = _thread.allocate_lock()
+        self._callbacks: deque[Callable[[], object]] = deque()
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether the job has started, or was skipped or cancelled."""
+        return self._claimed.locked()
+
+    def claim(self) -> bool:
+        """Return True to the first caller, and False to all others."""
+        return self._claimed.acquire(blocking=False)
+
+    def resolve(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Store the result, wake everyone who waits for it, and run the callbacks."""
+        self.value = value
+        self.error = error
+        self.is_done = True
+        _background.changed.notify_all()
+        self._run_callbacks()
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        """Run `callback` once the outcome is known."""
+        self._callbacks.append(callback)
+        if self.is_done:
+            self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return  # another thread ran the last one
+            try:
+                callback()
+            except BaseException:
+                # Not our error, and no reason to stop the background.
+                logger.exception("a callback of a background job failed")
+
+
+class _Job:
+    """A place in the queue of a worker, from the reservation until the function has run."""
+
+    def __init__(self, worker: Worker, label: str) -> None:
+        self.worker = worker
+        self.label = label
+        self.outcome = _Outcome()
+        self.function: Callable[[], Any] | None = None
+        self.process = os.getpid()
+
+    def takes_room(self) -> bool:
+        """Return whether the job counts towards the bound. Jobs of the process that forked this one do not."""
+        return not self.outcome.is_done and self.process == os.getpid()
+
+    def abandon(self) -> None:
+        """Give the place back."""
+        if self.outcome.claim():
+            self.outcome.resolve()
+
+    def run(self) -> None:
+        """Run the function unless the job was cancelled or skipped."""
+        if self.outcome.claim():
+            self.run_claimed()
+        elif not self.outcome.is_done:
+            # Ctrl-C interrupted the call that cancelled or skipped this job, before it could resolve the outcome.
+            self.outcome.is_noticed = True
+            self.outcome.resolve(error=CancelledError())
+
+    def run_claimed(self) -> None:
+        """Run the function and resolve the outcome. Never raises."""
+        function = self.function
+        self.function = None
+        assert function is not None, "only filled jobs are queued"  # noqa: S101
+        try:
+            value = function()
+        except BaseException as error:  # noqa: BLE001 - kept for the handle
+            # Release what the function holds (perhaps gigabytes) before the handle resolves.
+            del function
+            _clear_frames(error)
+            self.worker.add_failure(self.outcome)
+            self.outcome.resolve(error=error)
+        else:
+            del function
+            self.outcome.resolve(value)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Empty the frames of an error and of its causes: the lines stay in the traceback, the local variables go."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        pending += [current.__cause__, current.__context__]
+        if isinstance(current, BaseExceptionGroup):
+            pending += current.exceptions
 
 
 class Worker:
-    """A bounded queue of jobs that run in the background, in order.
+    """A bounded queue of jobs that run in the background, in order. Thread-safe.
 
     Args:
-        max_queue_size: How many jobs may be waiting or running at once; with what they hold on to, this bounds memory.
+        max_queue_size: How many jobs may be queued or running; with the memory that each job holds, this bounds memory.
         policy: What `submit` does when the queue is full: ``block`` until there is room; ``skip_oldest`` drops the
-            oldest job that has not begun (and blocks if there is none); ``raise`` a `QueueFullError`.
-        name: For messages.
-        on_full: Called, with no lock held, each time `submit` finds the queue full.
+            oldest job that has not started (and blocks if all have); ``raise`` raises `QueueFullError`.
+        name: Used in messages.
+        on_full: Called each time `submit` finds the queue full.
 
     Example:
         >>> with Worker(max_queue_size=2) as worker:
@@ -119,29 +268,29 @@ class Worker:
         self.policy = policy
         self.name = name
         self.num_skipped = 0
+        self._counting = threading.Lock()
         self._on_full = on_full
         self._closed = False
-        self._waiting: deque[_Job] = deque()
-        self._running: _Job | None = None
-        self._reserved = 0
-        self._failed: list[Handle[Any]] = []
-        with _background.changed:
-            _background.workers.add(self)
-        _install_signal_handlers()
+        # Jobs that take up room, in the order of their reservations. Weak: a reservation that Ctrl-C interrupted
+        # disappears with the frame that made it. The callback is a C function, so nothing can interrupt it.
+        self._jobs: deque[weakref.ref[_Job]] = deque()
+        self._failed: deque[tuple[int, _Outcome]] = deque()
+        lifetime.protect(_background)
 
     @property
     def queue_size(self) -> int:
-        """How many jobs are waiting or running."""
-        return len(self._waiting) + (self._running is not None) + self._reserved
+        """Number of jobs that are queued or running, and of places reserved with `room`."""
+        return min(len(self._reserved()), self.max_queue_size)
 
     def submit(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Handle[T]:
-        """Queue ``function(*args, **kwargs)``; returns at once unless the queue is full and the policy is to wait.
+        """Queue ``function(*args, **kwargs)``. Blocks only if the queue is full and the policy is to wait.
 
-        Called from inside a job, or after the main thread has ended, it runs the job before it returns.
+        Called from a background job, after the main thread has ended, or where no thread can be started, it runs the
+        job before it returns.
 
         Raises:
-            BackgroundError: If an earlier job failed and nobody has heard of it. The new job is not queued; the same
-                call again is accepted.
+            BackgroundError: If an earlier job failed and its error was not retrieved. The new job is not queued; call
+                again to retry.
             QueueFullError: If the queue is full and the policy is ``raise``.
             RuntimeError: If the worker is closed.
         """
@@ -149,63 +298,56 @@ class Worker:
             return put(function, *args, **kwargs)
 
     @contextlib.contextmanager
-    def room(self) -> Iterator[Callable[..., Handle[Any]]]:
-        """Wait for room in the queue, as `submit` does, and hold it: yields the function that fills it.
+    def room(self, label: str = "") -> Iterator[Callable[..., Handle[Any]]]:
+        """Wait for room in the queue and reserve it. Yields the function that submits the job.
 
-        For jobs that need memory which should not be taken before there is room. Leaving the block without having
-        filled the room gives it back. Raises what `submit` raises.
+        For jobs whose memory should not be allocated before there is room. Leaving the block without submitting gives
+        the room back. Raises what `submit` raises.
+
+        Args:
+            label: What the job does, such as the file it writes. Reported if the process is killed before it is done.
         """
         self._raise_failure()
-        inline = _background.must_run_inline()
-        held = not inline
-        if held:
-            self._reserve()
-        elif self._closed:
+        job = _Job(self, label)
+        if self._closed:
             raise self._closed_error()
-        process = os.getpid()
 
         def put(function: Callable[..., T], *args: Any, **kwargs: Any) -> Handle[T]:
-            nonlocal held
-            # A partial, not a lambda: a frame keeps its function alive, so that the traceback of a failure would
-            # keep what a lambda captures.
-            job = _Job(self, Handle(), functools.partial(function, *args, **kwargs))
-            if inline:
-                job.run()
-                return job.handle
-            if not held or os.getpid() != process:
-                raise RuntimeError(f"{self.name}: the room was filled already, or belongs to another process")
-            held = False
-            _background.put(job)
-            return job.handle
+            if job.function is not None or job.outcome.is_claimed or job.process != os.getpid():
+                raise RuntimeError(f"{self.name}: the room is already used, or belongs to another process")
+            # A partial instead of a closure: the frame of a closure would keep its variables alive in a traceback.
+            job.function = functools.partial(function, *args, **kwargs)
+            _background.accept(job)
+            return Handle(job.outcome)
 
         try:
+            if not _background.runs_inline():
+                self._reserve(job)
             yield put
         finally:
-            if held and os.getpid() == process:
-                with _background.changed:
-                    self._reserved -= 1
-                    _background.changed.notify_all()
+            # Also after Ctrl-C in the middle of `put`: only the queue knows whether the job was accepted.
+            if job not in _background.unfinished():
+                job.abandon()
 
     def flush(self, timeout: float | None = None) -> None:
         """Block until every job queued so far is done.
 
         Raises:
-            TimeoutError: If that takes longer than `timeout` seconds; the jobs go on.
-            BackgroundError: If a job failed and nobody has heard of it.
+            TimeoutError: If that takes longer than `timeout` seconds. The jobs continue.
+            BackgroundError: If a job failed and its error was not retrieved.
         """
-        jobs = self._unfinished()
+        jobs = [job for job in _background.unfinished() if job.worker is self]
         if jobs and _background.is_current_thread():
-            raise RuntimeError(f"{self.name}: a background job cannot wait for jobs that wait for it")
+            raise RuntimeError(f"{self.name}: a background job cannot wait for jobs that run after it")
         if not _background.wait_for(jobs, timeout):
-            left = sum(not job.finished for job in jobs)
-            raise TimeoutError(f"{self.name}: {left} jobs are not done after {timeout} s; they go on")
+            left = sum(not job.outcome.is_done for job in jobs)
+            raise TimeoutError(f"{self.name}: {left} jobs are not done after {timeout} s; they continue")
         self._raise_failure()
 
     def close(self, timeout: float | None = 60.0) -> None:
-        """Take no more jobs, and block until those queued are done; see `flush` for what it raises. May be repeated."""
-        with _background.changed:
-            self._closed = True
-            _background.changed.notify_all()
+        """Accept no more jobs, and block until the queued ones are done. Idempotent; see `flush` for what it raises."""
+        self._closed = True
+        _background.changed.notify_all()
         self.flush(timeout)
 
     def __enter__(self) -> Self:
@@ -219,286 +361,281 @@ class Worker:
         except BackgroundError:
             if error is None:
                 raise
-            logger.exception("%s: failed in the background while another error was on its way", self.name)
+            logger.exception("%s: a background job failed while another error was being raised", self.name)
 
-    def _reserve(self) -> None:
-        """Take a place in the queue, or wait for one, or fail, as the policy says; never exceeds the bound."""
-        skipped: list[_Job] = []
-        if self._on_full is not None and self.queue_size >= self.max_queue_size and not self._closed:
+    def add_failure(self, outcome: _Outcome) -> None:
+        """Remember a failure until somebody notices it. Called by the background."""
+        self._failed.append((os.getpid(), outcome))
+        _background.add_failure(outcome)
+
+    def _reserved(self) -> list[_Job]:
+        """Return the jobs that take up room, and after them those that wait for room, oldest first."""
+        jobs = []
+        for reference in tuple(self._jobs):
+            job = reference()
+            if job is not None and job.takes_room():
+                jobs.append(job)
+        return jobs
+
+    def _reserve(self, job: _Job) -> None:
+        """Wait until `job` is among the first `max_queue_size`, or do what the policy says."""
+        if self._on_full is not None and self.queue_size >= self.max_queue_size:
             self._on_full()
-        with _background.changed:
-            while not self._closed and (_background.dying or self.queue_size >= self.max_queue_size):
-                if _background.dying:  # of a signal, once all that was accepted is done: no more of it
-                    _background.changed.wait()
-                    continue
-                spare = next((job for job in self._waiting if job.handle.cancelled()), None)
-                if spare is None and self.policy == "raise":
-                    raise QueueFullError(f"{self.name}: the queue is full with {self.max_queue_size} jobs")
-                if spare is None and self.policy == "skip_oldest" and self._waiting:
-                    spare = self._waiting[0]
-                    skipped.append(spare)
-                if spare is None:
-                    _background.changed.wait()
-                else:
-                    self._waiting.remove(spare)
-                    _background.turns.remove(self)
-                    spare.finished = True
+        self._jobs.append(weakref.ref(job, self._jobs.remove))
+        while not self._is_admitted(job):
+            _background.wait_if_dying()
             if self._closed:
                 raise self._closed_error()
-            self._reserved += 1
-            self.num_skipped += len(skipped)
-        for job in skipped:
-            job.handle._fail(JobSkippedError(f"{self.name}: a newer job took this one's place"))
+            if self.policy == "raise":
+                raise QueueFullError(f"{self.name}: the queue is full ({self.max_queue_size} jobs)")
+            if self.policy == "skip_oldest" and self._skip_oldest():
+                continue
+            _background.changed.wait_until(functools.partial(self._may_proceed, job))
+
+    def _is_admitted(self, job: _Job) -> bool:
+        admitted = self._reserved()[: self.max_queue_size]
+        return any(other is job for other in admitted) and not _background.is_dying
+
+    def _may_proceed(self, job: _Job) -> bool:
+        """Return whether a job that waits for room should look again."""
+        can_skip = self.policy == "skip_oldest" and self._find_waiting() is not None
+        return self._closed or can_skip or _background.is_dying or self._is_admitted(job)
+
+    def _find_waiting(self) -> _Job | None:
+        """Return the oldest queued job that has not started."""
+        for job in _background.unfinished():
+            if job.worker is self and not job.outcome.is_claimed:
+                return job
+        return None
+
+    def _skip_oldest(self) -> bool:
+        """Drop the oldest queued job that has not started; return whether there was one."""
+        job = self._find_waiting()
+        if job is None:
+            return False
+        if job.outcome.claim():
+            with self._counting:
+                self.num_skipped += 1
+            job.function = None
+            job.outcome.is_noticed = True
+            job.outcome.resolve(error=JobSkippedError(f"{self.name}: skipped in favour of a newer job"))
+        return True
 
     def _closed_error(self) -> RuntimeError:
-        return RuntimeError(f"{self.name}: the worker is closed and takes no more jobs")
-
-    def _unfinished(self) -> list[_Job]:
-        with _background.changed:
-            return [*self._waiting, *([self._running] if self._running else [])]
+        return RuntimeError(f"{self.name}: the worker is closed and accepts no more jobs")
 
     def _raise_failure(self) -> None:
-        with _background.changed:
-            unheard = [handle for handle in self._failed if not handle._heard]
+        """Raise the first failure that nobody has noticed; log the others."""
+        unnoticed = []
+        for process, outcome in tuple(self._failed):
+            if process == os.getpid() and not outcome.is_noticed:
+                unnoticed.append(outcome)
+        if not unnoticed:
             self._failed.clear()
-        if not unheard:
             return
-        cause, *others = [handle.exception() for handle in unheard]
+        first, *others = unnoticed
         for other in others:
-            logger.error("%s: another job failed as well", self.name, exc_info=other)
-        more = f" (and {len(others)} more, which are in the log)" if others else ""
-        raise BackgroundError(f"{self.name}: an earlier job failed{more}: {cause}") from cause
-
-
-class _Job:
-    """A function to run, whose outcome goes to a handle."""
-
-    def __init__(self, worker: Worker, handle: Handle[Any], function: Callable[[], Any]) -> None:
-        self.worker = worker
-        self.handle = handle
-        self.function: Callable[[], Any] | None = function
-        self.finished = False
-
-    def run(self) -> None:
-        """Run the function and keep its outcome; drops the function, and what it holds, before anyone is told."""
-        function, self.function = self.function, None
-        if function is None or not self.handle.set_running_or_notify_cancel():
-            return
-        try:
-            result = function()
-        except BaseException as error:  # noqa: BLE001 - kept for whoever asks
-            del function
-            _forget_locals(error)
-            self.handle.set_exception(error)
-            with _background.changed:
-                self.worker._failed.append(self.handle)
-                _background.failed = [handle for handle in (*_background.failed, self.handle) if not handle._heard]
-            if _background.drained:
-                _background.log_failures()
-        else:
-            del function
-            self.handle.set_result(result)
-
-
-def _forget_locals(error: BaseException | None, seen: frozenset[int] = frozenset()) -> None:
-    """Empty the frames of an error and of all that led to it: the lines stay, the locals (perhaps gigabytes) go."""
-    while error is not None and id(error) not in seen:
-        seen |= {id(error)}
-        traceback.clear_frames(error.__traceback__)
-        for inner in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
-            _forget_locals(inner, seen)
-        _forget_locals(error.__context__, seen)
-        error = error.__cause__
+            other.is_noticed = True
+            logger.error("%s: another background job failed as well", self.name, exc_info=other.error)
+        more = f" (and {len(others)} more; see the log)" if others else ""
+        error = BackgroundError(f"{self.name}: an earlier job failed{more}: {first.error}")
+        error.__cause__ = first.error
+        # Last, so that an interrupt before this line does not lose the failure.
+        first.is_noticed = True
+        raise error
 
 
 class _Background:
-    """The one thread, and what is queued for it. There is one of these in a process."""
+    """The background thread and its queue. There is one per process."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything, locks included: they may be held by threads that a fork left behind."""
-        self.changed = threading.Condition(threading.RLock())
-        self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-        self.turns: deque[Worker] = deque()
-        self.failed: list[Handle[Any]] = []
-        self.thread: threading.Thread | None = None
-        self.drained = False
-        self.dying = False
+        self.changed = Notifier()
+        self.is_dying = False
+        self._has_ended = False
+        self._queue: deque[_Job] = deque()
+        self._running: _Job | None = None
+        self._inline: deque[_Job] = deque()
+        self._failed: deque[_Outcome] = deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        # Held by the background thread while it exists. The thread acquires it itself: Ctrl-C may interrupt the
+        # call that starts the thread before or after it starts.
+        self._is_running = _thread.allocate_lock()
+        self._thread_id = 0
+        self._native_id = 0
 
     def is_current_thread(self) -> bool:
-        """Tell whether the caller is a background job."""
-        return threading.current_thread() is self.thread
+        """Return whether the caller is a background job."""
+        return threading.get_ident() == self._thread_id
 
-    def must_run_inline(self) -> bool:
-        """Tell whether queueing would wait for a thread that is busy with the caller, or that is no more."""
-        return self.drained or self.is_current_thread()
+    def runs_inline(self) -> bool:
+        """Return whether jobs run in the thread that submits them, because the background would never run them."""
+        return self.is_current_thread() or self._has_ended or not self._start()
 
-    def put(self, job: _Job) -> None:
-        """Queue a job for which there is room, or run it here and now if there is no thread to be had any more."""
-        _install_signal_handlers()
-        with self.changed:
-            job.worker._reserved -= 1
-            if self._is_running():
-                job.worker._waiting.append(job)
-                self.turns.append(job.worker)
-                self.changed.notify_all()
-                return
-        job.run()
+    def unfinished(self) -> list[_Job]:
+        """Return the jobs that were accepted and are not done, oldest first."""
+        # The background marks a job as running before it leaves the queue. Reading in the other order misses none.
+        queued = tuple(self._queue)
+        running = self._running
+        jobs = [*self._inline, *queued]
+        if running is not None and running not in queued:
+            jobs.insert(0, running)
+        return [job for job in jobs if not job.outcome.is_done]
 
-    def _is_running(self) -> bool:
-        """Tell whether the thread will take jobs; starts it, and the one that watches for the end, if need be."""
-        if self.thread is None and not self.drained:
-            thread = threading.Thread(target=self._loop, name="slipstream-background", daemon=True)
-            watcher = threading.Thread(target=self._drain_when_main_ends, name="slipstream-exit", daemon=False)
-            try:
-                watcher.start()
-                thread.start()
-            except RuntimeError:  # the interpreter is on its way out
-                return False
-            self.thread = thread
-        return not self.drained
+    def labels(self) -> list[str]:
+        """Return what would be lost if the process ended now."""
+        return [f"{job.worker.name}: {job.label or 'a job'}" for job in self.unfinished()]
 
-    def wait_for(self, jobs: list[_Job], timeout: float | None) -> bool:
-        """Block until these jobs are finished; returns whether they are."""
-        with self.changed:
-            return self.changed.wait_for(lambda: all(job.finished for job in jobs), timeout)
+    def accept(self, job: _Job) -> None:
+        """Queue a job, or run it now if the background would not."""
+        lifetime.protect(self)
+        self.wait_if_dying()
+        if self.runs_inline():
+            self._run_inline(job)
+            return
+        self._queue.append(job)
+        self._wake.put(None)
+        # Look again: the process may have begun to end between the check and the append. Then the final drain may have
+        # missed this job. Either that drain sees the job, or this thread sees the flag.
+        self.wait_if_dying()
+        if self._has_ended:
+            if self._take(job):
+                self._run_inline(job)
+            self.wait_for([job], None)
+
+    def wait_for(self, jobs: Sequence[_Job], timeout: float | None) -> bool:
+        """Block until these jobs are done; return whether they are."""
+        # Ctrl-C may have interrupted a submit after it queued the job and before it woke the background.
+        self._wake.put(None)
+        return self.changed.wait_until(lambda: all(job.outcome.is_done for job in jobs), timeout)
 
     def drain(self, timeout: float | None) -> bool:
-        """Block until everything that is queued or running now is finished."""
-        with self.changed:
-            jobs = [job for worker in list(self.workers) for job in worker._unfinished()]
-        if jobs and self.thread is not None:
-            _set_niceness(self.thread.native_id, 0)  # whoever drains is waiting
-        return self.wait_for(jobs, timeout)
+        """Block until every job accepted so far is done; return whether it is."""
+        # The process waits for the background now, so it should no longer give way.
+        _set_niceness(self._native_id, 0)
+        return self.wait_for(self.unfinished(), timeout)
 
-    def log_failures(self) -> None:
-        """Log the failures that nobody has heard of."""
-        failed, self.failed = self.failed, []
-        for handle in failed:
-            if not handle._heard and (error := handle.exception()) is not None:
-                logger.error("a background job failed and nobody asked for its result", exc_info=error)
+    def drain_at_exit(self) -> None:
+        """Block until the queue is empty, then let later jobs run inline. Runs when the main thread has ended."""
+        while not self._has_ended or self.unfinished():
+            self.drain(None)
+            self._has_ended = True
+        self._log_failures()
+
+    def refuse_jobs(self) -> None:
+        """Block every later submit: a signal is about to end the process, and a new job would be lost."""
+        self.is_dying = True
+
+    def add_failure(self, outcome: _Outcome) -> None:
+        """Remember a failure for the log at exit."""
+        for other in tuple(self._failed):
+            if other.is_noticed:
+                with contextlib.suppress(ValueError):
+                    self._failed.remove(other)
+        self._failed.append(outcome)
+        if self._has_ended:
+            self._log_failures()
+
+    def forget_parent(self) -> None:
+        """In a forked child: fail the handles of the parent's jobs. The jobs stay in the parent."""
+        for job in self.unfinished():
+            job.function = None
+            job.outcome.claim()
+            job.outcome.is_noticed = True
+            job.outcome.resolve(error=BackgroundError(f"{job.worker.name}: this job belongs to the parent process"))
+
+    def wait_if_dying(self) -> None:
+        if self.is_dying and not self.is_current_thread():
+            self.changed.wait_until(lambda: False)
+
+    def _run_inline(self, job: _Job) -> None:
+        # Jobs that are already queued come first.
+        if not self.is_current_thread():
+            self.drain(None)
+        self._inline.append(job)
+        try:
+            job.run()
+        finally:
+            self._inline.remove(job)
+        # Ctrl-C in the middle of an inline job is meant for the program, not for the job.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and isinstance(job.outcome.error, KeyboardInterrupt):
+            raise job.outcome.error
+
+    def _start(self) -> bool:
+        """Start the background thread unless it runs; return whether it runs."""
+        if self._is_running.locked():
+            return True
+        with self._starting:
+            # After the main thread has ended, the interpreter no longer waits for new threads.
+            if self._is_running.locked() or lifetime.main_thread_has_ended():
+                return self._is_running.locked()
+            try:
+                lifetime.start_exit_watcher(self)
+                threading.Thread(target=self._loop, name="slipstream-background", daemon=True).start()
+            except RuntimeError:
+                return False  # the system has no more threads
+            self.changed.wait_until(self._is_running.locked)
+        return True
 
     def _loop(self) -> None:
-        _set_niceness(threading.get_native_id(), _NICENESS)
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.turns)
-                worker = self.turns.popleft()
-                job = worker._running = worker._waiting.popleft()
-            try:
-                job.run()
-            except BaseException:  # a callback of the handle: not our error, and no reason to stop
-                logger.exception("%s: a callback of a finished job failed", worker.name)
-            finally:
-                with self.changed:
-                    worker._running = None
-                    job.finished = True
-                    self.changed.notify_all()
-            del job, worker
+        if not self._is_running.acquire(blocking=False):
+            return  # a thread of an interrupted start is faster
+        self._thread_id = threading.get_ident()
+        self._native_id = threading.get_native_id()
+        self.changed.notify_all()
+        _set_niceness(self._native_id, _NICENESS)
+        # A child that a job forks must not continue as a background thread.
+        process = os.getpid()
+        while process == os.getpid():
+            self._wake.get()
+            while self._queue and process == os.getpid():
+                self._run_next()
 
-    def _drain_when_main_ends(self) -> None:
-        threading.main_thread().join()
-        while not self.drained:
-            self.drain(None)
-            with self.changed:
-                self.drained = not any(worker._unfinished() for worker in list(self.workers))
-        self.log_failures()
+    def _run_next(self) -> None:
+        job = self._queue[0]
+        # Before it leaves the queue, so that `unfinished` always sees it.
+        self._running = job
+        if self._take(job):
+            job.run()
+        self._running = None
+        self.changed.notify_all()
+
+    def _take(self, job: _Job) -> bool:
+        """Take a job out of the queue; return whether no other thread did."""
+        try:
+            self._queue.remove(job)
+        except ValueError:
+            return False
+        return True
+
+    def _log_failures(self) -> None:
+        """Log the failures that nobody has noticed."""
+        while self._failed:
+            outcome = self._failed.popleft()
+            if not outcome.is_noticed:
+                outcome.is_noticed = True
+                logger.error("a background job failed and nobody asked for its result", exc_info=outcome.error)
 
 
-def _set_niceness(thread_id: int | None, niceness: int) -> None:
-    """Set how willingly a thread gives way to others; threads that it starts later inherit that.
-
-    Nice values, not the idle scheduling class: a thread that is starved while it holds the interpreter's lock starves
-    training with it.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed to be less nice again
-        os.setpriority(os.PRIO_PROCESS, thread_id or 0, niceness)
+def _set_niceness(thread_id: int, niceness: int) -> None:
+    """Set the scheduling priority of a thread; threads that it starts later inherit it."""
+    if thread_id == 0:
+        return
+    # Only Linux has priorities per thread, and not everyone may raise one again.
+    with contextlib.suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
 
 
 _background = _Background()
 
 
-def _before_fork() -> None:
-    _background.changed.acquire()  # so that the child gets a copy that nobody is in the middle of changing
+def _reset_after_fork() -> None:
+    """Start the child with an empty queue. Threads, and locks that they hold, exist only in the parent."""
+    global _background  # noqa: PLW0603 - one per process
+    parents = _background
+    _background = _Background()
+    parents.forget_parent()
 
 
-def _after_fork_in_parent() -> None:
-    _background.changed.release()
-
-
-def _after_fork_in_child() -> None:
-    """Start with nothing queued: the thread and the jobs stayed in the parent."""
-    workers = list(_background.workers)
-    _background.reset()
-    for worker in workers:
-        _background.workers.add(worker)
-        orphans = worker._unfinished()
-        worker._waiting, worker._running, worker._reserved, worker._failed = deque(), None, 0, []
-        for job in orphans:
-            job.function, job.finished = None, True
-            Future.__init__(job.handle)  # its lock may have been held by a thread that is not here
-            job.handle._fail(BackgroundError(f"{worker.name}: this job belongs to the parent process"))
-    for number, before in _handlers_before.items():
-        if signal.getsignal(number) is _on_signal:
-            signal.signal(number, before[-1])
-    _handlers_before.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
-
-
-# What handled each signal before us, innermost first: more than one if handlers are installed after us, which we wrap.
-_handlers_before: dict[int, list[Callable[[int, FrameType | None], Any] | signal.Handlers]] = {}
-_handling: dict[int, int] = {}
-
-
-def _install_signal_handlers() -> None:
-    """Take over the signals that would end the process before the queues are drained; main thread only."""
-    if _background.dying or threading.current_thread() is not threading.main_thread():
-        return
-    for number in _SIGNALS:
-        current = signal.getsignal(number)
-        # Not ours to touch: an ignored signal, a handler set from C, and Python's own Ctrl-C, which ends in a
-        # normal exit.
-        if current not in (None, signal.SIG_IGN, signal.default_int_handler, _on_signal):
-            before = _handlers_before.setdefault(number, [])
-            if current not in before:
-                before.append(current)  # type: ignore[arg-type]
-            signal.signal(number, _on_signal)
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    """Drain, then do what would have been done without us; a handler that calls us in turn gets the one before it."""
-    depth = _handling.get(number, 0)
-    before = _handlers_before.get(number, [])
-    if depth >= len(before):
-        return
-    previous = before[-1 - depth]
-    if not callable(previous):
-        # Return at once, so that the main thread lets go of whatever lock it holds; a second signal finds the default.
-        _background.dying = True
-        signal.signal(number, previous)
-        _thread.start_new_thread(_drain_and_die, (number,))
-        return
-    _handling[number] = depth + 1
-    try:
-        if not depth and not _background.drain(_DRAIN_ON_SIGNAL_S):
-            logger.error("background jobs are not done %s s after signal %s", _DRAIN_ON_SIGNAL_S, number)
-        previous(number, frame)
-    finally:
-        _handling[number] = depth
-
-
-def _drain_and_die(number: int) -> None:
-    drained = _background.drain(_DRAIN_ON_SIGNAL_S)
-    if not drained:
-        logger.error("background jobs are not done %s s after signal %s", _DRAIN_ON_SIGNAL_S, number)
-    with _background.changed:  # so that nothing is accepted between the last look and the end
-        _background.changed.wait_for(
-            lambda: not any(worker._unfinished() for worker in list(_background.workers)),
-            _DRAIN_ON_SIGNAL_S if drained else 0,
-        )
-        os.kill(os.getpid(), number)
+os.register_at_fork(after_in_child=_reset_after_fork)
