@@ -270,17 +270,19 @@ class _Signals:
         readable, _, _ = select.select([receiver], [], [], timeout_s)
         if not readable:
             return b""
-        codes = receiver.recv(4096)
+        return receiver.recv(4096)
+
+    def _pass_on(self, number: int) -> None:
+        """Report a signal to the library that used the wakeup file descriptor before us, such as asyncio."""
         if self._other_wakeup >= 0:
-            # Pass on what another library listens to.
-            from_python = bytes(code for code in codes if 0 < code <= _NUMBER_BITS)
             with contextlib.suppress(OSError):
-                os.write(self._other_wakeup, from_python)
-        return codes
+                os.write(self._other_wakeup, bytes([number]))
 
     def _act_on(self, code: int, receiver: socket.socket) -> None:
         number = code & _NUMBER_BITS
         if number not in self._previous:
+            if number == code != _WAKE:
+                self._pass_on(number)
             return
         if code == _END_PROCESS | number:
             self._drain(number, receiver, ends_process=True)
@@ -290,8 +292,13 @@ class _Signals:
             self._drain(number, receiver, ends_process=not callable(handler))
             if not callable(handler):
                 self._end_process(number)
-            # The main thread calls the handler of the program, as Python always does.
-            self._drained.add(number)
+            self._raise_again(number)
+
+    def _raise_again(self, number: int) -> None:
+        """Have the main thread call the handler of the program, and wake it for that if it sleeps."""
+        self._drained.add(number)
+        # Otherwise the program has removed its handler meanwhile, and the signal would end the process.
+        if signal.getsignal(number) == self._on_signal:
             self._raised.add(number)
             with contextlib.suppress(OSError):
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
@@ -301,6 +308,7 @@ class _Signals:
         if code == number:
             if number in self._raised:
                 self._raised.discard(number)
+                self._pass_on(number)
                 return False
             self._unconfirmed.add(number)
             return True
@@ -319,6 +327,7 @@ class _Signals:
         deadline = time.monotonic() + grace_s
         while not background.drain(_POLL_S):
             if number in self._read(receiver, 0):
+                self._pass_on(number)
                 return
             if time.monotonic() > deadline:
                 name = signal.Signals(number).name

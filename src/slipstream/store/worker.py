@@ -325,9 +325,12 @@ class Worker:
                 self._reserve(job)
             yield put
         finally:
-            # Also after Ctrl-C in the middle of `put`: only the queue knows whether the job was accepted.
-            if job not in _background.unfinished():
-                job.abandon()
+            try:
+                self._give_back(job)
+            except BaseException:
+                # Ctrl-C in the middle of giving the room back.
+                self._give_back(job)
+                raise
 
     def flush(self, timeout: float | None = None) -> None:
         """Block until every job queued so far is done.
@@ -391,6 +394,12 @@ class Worker:
             if self.policy == "skip_oldest" and self._skip_oldest():
                 continue
             _background.changed.wait_until(functools.partial(self._may_proceed, job))
+
+    def _give_back(self, job: _Job) -> None:
+        """Free the room of a job that was not accepted."""
+        # Only the queue knows: Ctrl-C may have interrupted the call that submits the job.
+        if job not in _background.unfinished():
+            job.abandon()
 
     def _is_admitted(self, job: _Job) -> bool:
         admitted = self._reserved()[: self.max_queue_size]
