@@ -199,7 +199,7 @@ class Notifier:
 
     def notify_all(self) -> None:
         """Make every waiting thread look at its condition again. Never blocks."""
-        for turn in tuple(self._waiting):
+        for turn in self._waiting.copy():
             # Release before removing: interrupted in between, the next call still finds the thread.
             # A RuntimeError means that another thread has released it already.
             with contextlib.suppress(RuntimeError):

@@ -644,9 +644,18 @@ def test_jobs_run_in_the_calling_thread_where_no_thread_can_be_started(tmp_path,
             worker.submit(lambda: 1 / 0).result()
         except ZeroDivisionError as error:
             print(error)
+        print(worker.submit(lambda: worker.submit(lambda: "inner").result()).result())
+        print(worker.submit(worker.flush).exception())
         worker.close()
         print("closed", flush=True)
     """
     result = run_without_worker(textwrap.dedent(script) + ending, tmp_path)
-    assert result.stdout == "1 True\ndivision by zero\nclosed\n", result.stderr
+    expected = [
+        "1 True",
+        "division by zero",
+        "inner",
+        "slipstream: a background job cannot wait for jobs that run after it",
+        "closed",
+    ]
+    assert result.stdout.splitlines() == expected, result.stderr
     assert saved(tmp_path) == "abc"

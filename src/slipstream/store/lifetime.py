@@ -358,10 +358,13 @@ class _Signals:
 _signals = _Signals()
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-def _install_call(_: int | None) -> int:
+def _install_in_main_thread(_: int | None) -> int:
     _signals.install()
     return 0
+
+
+# A module variable, because the interpreter calls it later and does not keep it alive.
+_install_call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_install_in_main_thread)
 
 
 def _reset_after_fork() -> None:

@@ -10,8 +10,9 @@ is logged at exit.
 
 No call that the main thread makes holds a lock that the background thread needs. Ctrl-C can interrupt the main thread
 between any two lines, and a lock that it leaves behind would stop the background forever. The shared state is therefore
-made of operations that are atomic in CPython (``deque.append``, ``popleft``, acquiring a lock without blocking) and of
-values that are derived instead of counted: the size of a queue is the number of its unfinished jobs that still exist.
+made of operations that are atomic in CPython (``append``, ``popleft``, ``remove`` and ``copy`` of a deque, acquiring a
+lock without blocking) and of values that are derived instead of counted: the size of a queue is the number of its
+unfinished jobs that still exist. (``tuple(deque)`` is not atomic: it may run the garbage collector while it iterates.)
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ class Handle(Generic[T]):
             self._outcome.is_noticed = True
             self._outcome.resolve(error=CancelledError())
         return self.cancelled()
+
+    def failed(self) -> bool:
+        """Return whether the job has failed. Unlike `exception`, this does not count as having noticed the failure."""
+        return self._outcome.error is not None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the job is done; return False if that takes longer than `timeout` seconds.
@@ -184,10 +189,16 @@ class _Job:
         self.outcome = _Outcome()
         self.function: Callable[[], Any] | None = None
         self.process = os.getpid()
+        # Done, and its callbacks have run.
+        self.is_over = False
+        self._is_started = False
 
     def takes_room(self) -> bool:
         """Return whether the job counts towards the bound. Jobs of the process that forked this one do not."""
-        return not self.outcome.is_done and self.process == os.getpid()
+        if self.outcome.is_done or self.process != os.getpid():
+            return False
+        # Claimed but not started: it was cancelled or skipped, and Ctrl-C interrupted that call before the end.
+        return self._is_started or not self.outcome.is_claimed
 
     def abandon(self) -> None:
         """Give the place back."""
@@ -196,14 +207,16 @@ class _Job:
 
     def run(self) -> None:
         """Run the function unless the job was cancelled or skipped."""
+        self._is_started = True
         if self.outcome.claim():
-            self.run_claimed()
+            self._run_claimed()
         elif not self.outcome.is_done:
             # Ctrl-C interrupted the call that cancelled or skipped this job, before it could resolve the outcome.
             self.outcome.is_noticed = True
             self.outcome.resolve(error=CancelledError())
+        self.is_over = True
 
-    def run_claimed(self) -> None:
+    def _run_claimed(self) -> None:
         """Run the function and resolve the outcome. Never raises."""
         function = self.function
         self.function = None
@@ -343,7 +356,7 @@ class Worker:
         if jobs and _background.is_current_thread():
             raise RuntimeError(f"{self.name}: a background job cannot wait for jobs that run after it")
         if not _background.wait_for(jobs, timeout):
-            left = sum(not job.outcome.is_done for job in jobs)
+            left = sum(not job.is_over for job in jobs)
             raise TimeoutError(f"{self.name}: {left} jobs are not done after {timeout} s; they continue")
         self._raise_failure()
 
@@ -374,7 +387,7 @@ class Worker:
     def _reserved(self) -> list[_Job]:
         """Return the jobs that take up room, and after them those that wait for room, oldest first."""
         jobs = []
-        for reference in tuple(self._jobs):
+        for reference in self._jobs.copy():
             job = reference()
             if job is not None and job.takes_room():
                 jobs.append(job)
@@ -436,7 +449,7 @@ class Worker:
     def _raise_failure(self) -> None:
         """Raise the first failure that nobody has noticed; log the others."""
         unnoticed = []
-        for process, outcome in tuple(self._failed):
+        for process, outcome in self._failed.copy():
             if process == os.getpid() and not outcome.is_noticed:
                 unnoticed.append(outcome)
         if not unnoticed:
@@ -463,7 +476,7 @@ class _Background:
         self._has_ended = False
         self._queue: deque[_Job] = deque()
         self._running: _Job | None = None
-        self._inline: deque[_Job] = deque()
+        self._inline: deque[tuple[int, _Job]] = deque()
         self._failed: deque[_Outcome] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._starting = threading.Lock()
@@ -474,36 +487,41 @@ class _Background:
         self._native_id = 0
 
     def is_current_thread(self) -> bool:
-        """Return whether the caller is a background job."""
-        return threading.get_ident() == self._thread_id
+        """Return whether the caller is a job."""
+        current = threading.get_ident()
+        return current == self._thread_id or any(thread == current for thread, _ in self._inline.copy())
 
     def runs_inline(self) -> bool:
         """Return whether jobs run in the thread that submits them, because the background would never run them."""
         return self.is_current_thread() or self._has_ended or not self._start()
 
     def unfinished(self) -> list[_Job]:
-        """Return the jobs that were accepted and are not done, oldest first."""
+        """Return the jobs that were accepted and are not over, oldest first."""
         # The background marks a job as running before it leaves the queue. Reading in the other order misses none.
-        queued = tuple(self._queue)
+        queued = self._queue.copy()
         running = self._running
-        jobs = [*self._inline, *queued]
+        jobs = [job for _, job in self._inline.copy()]
+        jobs += queued
         if running is not None and running not in queued:
             jobs.insert(0, running)
-        return [job for job in jobs if not job.outcome.is_done]
+        return [job for job in jobs if not job.is_over]
 
     def labels(self) -> list[str]:
         """Return what would be lost if the process ended now."""
-        return [f"{job.worker.name}: {job.label or 'a job'}" for job in self.unfinished()]
+        jobs = [job for job in self.unfinished() if not job.outcome.is_done]
+        return [f"{job.worker.name}: {job.label or 'a job'}" for job in jobs]
 
     def accept(self, job: _Job) -> None:
         """Queue a job, or run it now if the background would not."""
-        lifetime.protect(self)
         self.wait_if_dying()
         if self.runs_inline():
+            lifetime.protect(self)
             self._run_inline(job)
             return
         self._queue.append(job)
         self._wake.put(None)
+        # After the append, so that the thread that watches the signal handlers sees that there is a job.
+        lifetime.protect(self)
         # Look again: the process may have begun to end between the check and the append. Then the final drain may have
         # missed this job. Either that drain sees the job, or this thread sees the flag.
         self.wait_if_dying()
@@ -516,7 +534,7 @@ class _Background:
         """Block until these jobs are done; return whether they are."""
         # Ctrl-C may have interrupted a submit after it queued the job and before it woke the background.
         self._wake.put(None)
-        return self.changed.wait_until(lambda: all(job.outcome.is_done for job in jobs), timeout)
+        return self.changed.wait_until(lambda: all(job.is_over for job in jobs), timeout)
 
     def drain(self, timeout: float | None) -> bool:
         """Block until every job accepted so far is done; return whether it is."""
@@ -537,7 +555,7 @@ class _Background:
 
     def add_failure(self, outcome: _Outcome) -> None:
         """Remember a failure for the log at exit."""
-        for other in tuple(self._failed):
+        for other in self._failed.copy():
             if other.is_noticed:
                 with contextlib.suppress(ValueError):
                     self._failed.remove(other)
@@ -552,6 +570,7 @@ class _Background:
             job.outcome.claim()
             job.outcome.is_noticed = True
             job.outcome.resolve(error=BackgroundError(f"{job.worker.name}: this job belongs to the parent process"))
+            job.is_over = True
 
     def wait_if_dying(self) -> None:
         if self.is_dying and not self.is_current_thread():
@@ -561,11 +580,12 @@ class _Background:
         # Jobs that are already queued come first.
         if not self.is_current_thread():
             self.drain(None)
-        self._inline.append(job)
+        entry = (threading.get_ident(), job)
+        self._inline.append(entry)
         try:
             job.run()
         finally:
-            self._inline.remove(job)
+            self._inline.remove(entry)
         # Ctrl-C in the middle of an inline job is meant for the program, not for the job.
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and isinstance(job.outcome.error, KeyboardInterrupt):

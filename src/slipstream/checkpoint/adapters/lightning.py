@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,10 +128,9 @@ class LightningCheckpointIO(Adapter, CheckpointIO):  # type: ignore[misc, unused
         """
         target = _local(path)
 
-        def remove(saved: Future[SaveResult]) -> None:
-            error = Future.exception(saved)  # not the handle's: whoever should hear of the failure has not yet
-            if error is not None:
-                logger.warning("%s stays, because the save after it failed: %s", target, error)
+        def remove(saved: Handle[SaveResult]) -> None:
+            if saved.failed():
+                logger.warning("%s is kept, because the save after it failed", target)
                 return
             try:
                 _remove(target)
