@@ -246,6 +246,16 @@ def tensor_of(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> torch.
     return _see(region_of(array).memory, view)
 
 
+def array_of(tensor: torch.Tensor) -> NDArray[Any]:
+    """Return the array that shares the memory of a tensor on the CPU, with the same strides and its carrier's dtype."""
+    carrier = dtype_info(tensor.dtype).carrier
+    # Torch hands dtypes that NumPy lacks to NumPy only as integers of the same size.
+    if carrier.kind == "u" and tensor.dtype != torch.uint8:
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+        return tensor.view(words).numpy().view(carrier)
+    return tensor.numpy()
+
+
 def with_flags(tensor: torch.Tensor, node: Mapping[str, Any]) -> torch.Tensor:
     """Return a tensor as the node in its structure says: as a parameter, or requiring gradients."""
     requires_grad = bool(node.get("requires_grad"))

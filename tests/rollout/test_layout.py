@@ -6,6 +6,7 @@ import pytest
 
 from slipstream import CorruptFileError, FormatVersionError
 from slipstream.rollout.layout import Field, Layout, Node
+from slipstream.schema.dtypes import DTYPES
 
 OBSERVATION = ("agents", "observation")
 LAYOUT = Layout(
@@ -13,9 +14,9 @@ LAYOUT = Layout(
     time_dim=1,
     names=(None, "time"),
     fields=(
-        Field(OBSERVATION, "float32", (4,), "agents/observation", extra=1),
-        Field(("half",), "bfloat16", (), "half"),
-        Field(("next", *OBSERVATION), "float32", (4,), "agents/observation", 1, "exceptions", "rows", extra=1),
+        Field(OBSERVATION, DTYPES["float32"], (4,), "agents/observation", extra=1),
+        Field(("half",), DTYPES["bfloat16"], (), "half"),
+        Field(("next", *OBSERVATION), DTYPES["float32"], (4,), "agents/observation", 1, "exceptions", "rows", extra=1),
     ),
     nodes=(
         Node(("agents",), (2, 3, 1), 0),
@@ -69,14 +70,14 @@ def test_keys_select_tensors_and_everything_below_them():
         ({"names": ["a", 1]}, "axis name 1 is not a string"),
         ({"fields": {}}, "is not a list"),
         ({"fields": [7]}, "field 7 is not an object"),
-        ({"fields": [{}]}, "'dtype' is missing"),
+        ({"fields": [{}]}, "'key' is missing"),
         ({"fields": [field(key=[])]}, r"\[\] is not a key"),
         ({"fields": [field(key="x")]}, "'x' is not a list"),
         ({"fields": [field(key=["x", 1])]}, "is not a key"),
         ({"fields": [field(key=["a"] * 65)]}, "has 65 parts, expected 1 to 64"),
         ({"fields": [field(dtype="load")]}, "unknown dtype 'load'"),
         ({"fields": [field(dtype="hub")]}, "unknown dtype 'hub'"),
-        ({"fields": [field(dtype=7)]}, "7 is not a string"),
+        ({"fields": [field(dtype=7)]}, "unknown dtype '7'"),
         ({"fields": [field(shape=None)]}, "None is not a list"),
         ({"fields": [field(array=None)]}, "None is not a string"),
         ({"fields": [field(lead=1)]}, "has lead 1 and extra 0"),

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from slipstream.errors import CorruptFileError, ReplayError
 from slipstream.replay.fields import Packing, RowLayout, Spec
 from slipstream.replay.packing import Rows
-from slipstream.tensors import dtype_info
+from slipstream.schema.dtypes import DTYPES, dtype_name, parse_torch_dtype
+from slipstream.tensors import TORCH, array_of
 from slipstream.trajectory import NEXT, find_breaks, frame_positions
 
 Key = tuple[str, ...]
@@ -50,8 +51,7 @@ class Leaf:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Its dtype in torch."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return TORCH.dtype(self.dtype)
 
     def tensor(self, array: NDArray[Any]) -> torch.Tensor:
         """View the array that carries it as a tensor."""
@@ -65,7 +65,7 @@ def describe(tensors: Mapping[Key, torch.Tensor], batch_dims: int) -> list[Leaf]
         shape = tuple(tensor.shape[batch_dims:])
         scalar = tensor.dtype in _COLUMN_DTYPES and shape in ((), (1,))
         name = f"{number}:{'/'.join(key)}"
-        leaves.append(Leaf(key, str(tensor.dtype).removeprefix("torch."), shape, "column" if scalar else "step", name))
+        leaves.append(Leaf(key, dtype_name(tensor.dtype), shape, "column" if scalar else "step", name))
     return leaves
 
 
@@ -96,7 +96,7 @@ def _follows(root: NDArray[Any], after: NDArray[Any]) -> bool:
 def plan_rows(leaves: Sequence[Leaf], packing: Packing) -> RowLayout:
     """Give every leaf that is packed a place in the rows of frames."""
     specs = [
-        Spec(leaf.field, dtype_info(leaf.torch_dtype).carrier.str, leaf.shape, leaf.kind == "frame")
+        Spec(leaf.field, DTYPES[leaf.dtype].carrier.str, leaf.shape, leaf.kind == "frame")
         for leaf in leaves
         if leaf.kind in ("frame", "step")
     ]
@@ -159,17 +159,14 @@ def leaves_from_json(documents: Any) -> list[Leaf]:
     """
     try:
         leaves = [
-            Leaf(tuple(map(str, key)), str(dtype), tuple(map(int, shape)), str(kind), str(field))
+            Leaf(tuple(map(str, key)), parse_torch_dtype(dtype).name, tuple(map(int, shape)), str(kind), str(field))
             for key, dtype, shape, kind, field in documents
         ]
-        known = all(
-            isinstance(leaf.torch_dtype, torch.dtype) and leaf.kind in ("column", "step", "frame", NEXT) and leaf.key
-            for leaf in leaves
-        )
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CorruptFileError(f"the tensors of a storage are not as a writer writes them ({error})") from error
-    if not known:
-        raise CorruptFileError("the tensors of a storage are not as a writer writes them")
+    except (TypeError, ValueError) as error:
+        raise CorruptFileError(f"invalid tensors of a replay storage ({error})") from error
+    for leaf in leaves:
+        if leaf.kind not in ("column", "step", "frame", NEXT) or not leaf.key:
+            raise CorruptFileError(f"invalid tensors of a replay storage ({leaf.key!r} is of kind {leaf.kind[:40]!r})")
     return leaves
 
 
@@ -188,13 +185,6 @@ def check_leaves(leaves: Sequence[Leaf], tensors: Mapping[Key, torch.Tensor], ba
             )
 
 
-def array_of(tensor: torch.Tensor) -> NDArray[Any]:
+def host_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a tensor as the array that carries it; copied only if it is not on the CPU or not contiguous."""
-    tensor = tensor.detach().cpu().contiguous()
-    kind = dtype_info(tensor.dtype).carrier
-    if tensor.dtype in _CARRIED:
-        return tensor.view(torch.uint8).numpy().view(kind).reshape(tensor.shape)
-    return tensor.numpy()
-
-
-_CARRIED = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32)
+    return array_of(tensor.detach().cpu().contiguous())

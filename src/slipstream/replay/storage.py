@@ -33,10 +33,10 @@ from slipstream.replay.leaves import (
     Block,
     Key,
     Leaf,
-    array_of,
     check_leaves,
     describe,
     find_twins,
+    host_array,
     plan_rows,
     to_frames,
 )
@@ -246,7 +246,7 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         if self._tail.length and self._tail_slots[0].shape[1:] != slots.shape[1:]:
             self._pack_tail()
         block = {
-            leaf.key: array_of(_streams_first(tensors[leaf.key], dims))
+            leaf.key: host_array(_streams_first(tensors[leaf.key], dims))
             for leaf in self._leaves
             if leaf.kind != "column"
         }

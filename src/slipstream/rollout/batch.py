@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from slipstream.batches import build, flatten
 from slipstream.errors import CorruptFileError, RolloutError, naming
 from slipstream.rollout.files import RolloutFile, write_rollout, zstd_level
-from slipstream.rollout.layout import Field, Key, Layout, Node, Rollout, carrier_of, resolve_slice
-from slipstream.schema.dtypes import dtype_name
+from slipstream.rollout.layout import Field, Key, Layout, Node, Rollout, resolve_slice
 from slipstream.schema.flatten import check_storable
-from slipstream.tensors import import_tensordict, resolve, tensor_of
+from slipstream.tensors import array_of, dtype_info, import_tensordict, resolve, tensor_of
 from slipstream.trajectory import NEXT, SharedNext, is_transposed
 
 if TYPE_CHECKING:
@@ -166,13 +165,13 @@ class _Splitter:
         """Store an observation and its ``next`` in one array, if that pays."""
         if root.dtype != after.dtype:
             return
-        shared = SharedNext.of(view_as_array(root), view_as_array(after))
+        shared = SharedNext.of(array_of(root), array_of(after))
         if shared is None:
             return
         array = self._add("/".join(key), shared.whole)
         mask = self._add_mask(shared.breaks)
         rows = self._add("/".join((NEXT, *key)), shared.exceptions)
-        dtype = dtype_name(root.dtype)
+        dtype = dtype_info(root.dtype)
         shape = tuple(root.shape[2:])
         self.fields[key] = Field(key, dtype, shape, array, extra=1)
         self.fields[NEXT, *key] = Field((NEXT, *key), dtype, shape, array, lead=1, mask=mask, rows=rows, extra=1)
@@ -180,8 +179,8 @@ class _Splitter:
     def keep(self, key: Key, tensor: torch.Tensor) -> None:
         """Store a tensor as a separate array."""
         copy = tensor.clone(memory_format=torch.contiguous_format)
-        array = self._add("/".join(key), view_as_array(copy))
-        self.fields[key] = Field(key, dtype_name(tensor.dtype), tuple(tensor.shape[2:]), array)
+        array = self._add("/".join(key), array_of(copy))
+        self.fields[key] = Field(key, dtype_info(tensor.dtype), tuple(tensor.shape[2:]), array)
 
     def check_axes(self) -> None:
         """Raise `RolloutError` if ``next`` follows along the first axis, for pairs that are not shared."""
@@ -189,7 +188,7 @@ class _Splitter:
             after = self.tensors.get((NEXT, *key))
             if after is None or key in self.fields or (root.dtype, root.shape) != (after.dtype, after.shape):
                 continue
-            if is_transposed(view_as_array(root), view_as_array(after)):
+            if is_transposed(array_of(root), array_of(after)):
                 raise RolloutError(
                     f"{'/'.join(key)}: 'next' follows along the first axis of the batch and not along the second; "
                     "a rollout has the shape [environment, time, ...]: pass batch.transpose(0, 1)"
@@ -274,7 +273,7 @@ def build_batch(
     tensors: dict[Key, torch.Tensor] = {}
     for field in layout.fields:
         if field.key in arrays:
-            tensors[field.key] = tensor_of(arrays[field.key], field.dtype, (*lead, *field.shape))
+            tensors[field.key] = tensor_of(arrays[field.key], field.dtype.name, (*lead, *field.shape))
     members = add_nodes(layout, tensors, batch_size, complete=complete)
     names = layout.names if envs is None else ()
     try:
@@ -314,13 +313,3 @@ def add_nodes(
     # Tensors that the layout does not know are added at the end; the others keep their place.
     members.update(tensors)
     return members
-
-
-def view_as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """View a tensor on the CPU as the array that carries it, with the same strides."""
-    kind = carrier_of(dtype_name(tensor.dtype))
-    # Integers of the same size hold the bits of dtypes that NumPy lacks.
-    if kind.kind == "u" and tensor.dtype != torch.uint8:
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-        return tensor.view(words).numpy().view(kind)
-    return tensor.numpy()

@@ -22,7 +22,7 @@ from slipstream.codecs import Codec
 from slipstream.errors import RolloutError
 from slipstream.rollout.batch import add_nodes, split_batch
 from slipstream.rollout.files import codec_for, zstd_level
-from slipstream.rollout.layout import Field, Key, Layout, carrier_of
+from slipstream.rollout.layout import Field, Key, Layout
 from slipstream.store.container import check_payload
 from slipstream.tensors import tensor_of
 from slipstream.threads import parallel_map
@@ -359,7 +359,7 @@ class CompressedTensorDict:
         picks = _picks(chosen, content.layout.num_envs, content.layout.num_steps, content.group)
         total = self.numel() if chosen is None else len(chosen)
         found = [(path, field) for path in paths if isinstance(field := self._fields[path], Field)]
-        outs = {path: np.empty((total, *field.shape), carrier_of(field.dtype)) for path, field in found}
+        outs = {path: np.empty((total, *field.shape), field.dtype.carrier) for path, field in found}
 
         def fill(pick: _Pick) -> None:
             groups: dict[str, NDArray[Any]] = {}
@@ -376,7 +376,7 @@ class CompressedTensorDict:
             if isinstance(field, torch.Tensor):
                 tensors[path] = field.clone() if numbers is None else field[numbers.reshape(-1)]
             else:
-                tensors[path] = tensor_of(outs[path], field.dtype, outs[path].shape)
+                tensors[path] = tensor_of(outs[path], field.dtype.name, outs[path].shape)
         return tensors
 
     def _gather(self, field: Field, pick: _Pick, group: NDArray[Any] | None) -> NDArray[Any]:

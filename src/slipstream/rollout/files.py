@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from slipstream.codecs import Codec, Planes, Timewise
 from slipstream.errors import CorruptFileError, RolloutError, naming
-from slipstream.rollout.layout import Field, Key, Layout, Rollout, carrier_of, resolve_slice
+from slipstream.rollout.layout import Field, Key, Layout, Rollout, resolve_slice
 from slipstream.store.container import Container, write_container
 from slipstream.store.index import Entry
 from slipstream.trajectory import SharedNext, exception_rows
@@ -48,11 +48,11 @@ def codec_for(rollout: Rollout, name: str, level: int) -> Codec:
     Trying every codec on every array makes files 0.1 % smaller and takes a third longer.
     """
     array = rollout.arrays[name]
-    # NumPy cannot tell that the integers which carry bfloat16 are floats; None leaves it to the dtype.
+    # NumPy cannot tell that the integers which carry bfloat16 are floats; None means that the dtype tells.
     is_float = None
     has_time_axis = array.ndim >= 2
     for field in rollout.layout.fields:
-        if field.dtype == "bfloat16" and name in (field.array, field.rows):
+        if field.dtype.is_hidden_float and name in (field.array, field.rows):
             is_float = True
         if name == field.rows:
             has_time_axis = False
@@ -200,7 +200,7 @@ def _check_entries(layout: Layout, field: Field, entries: Mapping[str, Entry]) -
     for name in field.arrays:
         if name not in entries:
             raise CorruptFileError(f"the array {name!r} of {field.name} is missing")
-    dtype = carrier_of(field.dtype)
+    dtype = field.dtype.carrier
     _check_entry(field, entries[field.array], dtype, (layout.num_envs, layout.num_steps + field.extra, *field.shape))
     if field.mask is not None and field.rows is not None:
         num_breakable = max(0, layout.num_steps - 1)
@@ -246,7 +246,7 @@ def read_fields(
             known[field.array] = read(field.array, envs)
         array = known[field.array]
         expected = (envs.stop - envs.start, layout.num_steps + field.extra, *field.shape)
-        if array.shape != expected or array.dtype != carrier_of(field.dtype):
+        if array.shape != expected or array.dtype != field.dtype.carrier:
             raise CorruptFileError(f"{field.name} is {array.dtype}{list(array.shape)}, expected {list(expected)}")
         if field.mask is None or field.rows is None:
             found[field.key] = np.ascontiguousarray(array[:, steps])

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import CorruptFileError, FormatVersionError
-from slipstream.schema.dtypes import parse_torch_dtype
+from slipstream.schema.dtypes import DType, parse_torch_dtype
 
 VERSION = 1
 Key = tuple[str, ...]
@@ -26,18 +25,13 @@ _MAX_SIZE = 1 << 40
 _SHOWN = 80  # characters of a wrong value in an error message
 
 
-def carrier_of(dtype: str) -> np.dtype[Any]:
-    """Return the NumPy dtype of the arrays that hold a torch dtype; raises `ValueError` for an unknown name."""
-    return parse_torch_dtype(dtype).carrier
-
-
 @dataclass(frozen=True)
 class Field:
     """A tensor of a rollout.
 
     Attributes:
         key: Its nested key.
-        dtype: The name of its torch dtype, such as ``float32`` or ``bfloat16``.
+        dtype: Its torch dtype, and how NumPy carries it.
         shape: Its shape after environment and time.
         array: The name of the array that holds it.
         lead: 1 if it is the ``next`` of another field, whose array it shares; 0 otherwise.
@@ -47,7 +41,7 @@ class Field:
     """
 
     key: Key
-    dtype: str
+    dtype: DType
     shape: tuple[int, ...]
     array: str
     lead: int = 0
@@ -122,7 +116,7 @@ class Layout:
     def bytes_of(self, field: Field) -> int:
         """Return the size of a tensor."""
         num_items = self.num_envs * self.num_steps * math.prod(field.shape)
-        return num_items * carrier_of(field.dtype).itemsize
+        return num_items * field.dtype.itemsize
 
     def shape_of(self, field: Field) -> tuple[int, ...]:
         """Return the whole shape of a tensor."""
@@ -233,7 +227,7 @@ def _invalid(reason: str) -> CorruptFileError:
 def _field_to_json(field: Field) -> dict[str, Any]:
     document: dict[str, Any] = {
         "key": list(field.key),
-        "dtype": field.dtype,
+        "dtype": field.dtype.name,
         "shape": list(field.shape),
         "array": field.array,
     }
@@ -269,8 +263,6 @@ def _parse_field(document: Any) -> Field:
     extra = document.get("extra", 0)
     if lead not in (0, 1) or extra not in (0, 1) or lead > extra:
         raise ValueError(f"field {_show(document)} has lead {_show(lead)} and extra {_show(extra)}")
-    dtype = _text(document["dtype"])
-    carrier_of(dtype)  # raises if there is no such dtype
     mask = None
     rows = None
     if lead:
@@ -278,7 +270,7 @@ def _parse_field(document: Any) -> Field:
         rows = _text(document["rows"])
     return Field(
         key=_key(document["key"]),
-        dtype=dtype,
+        dtype=parse_torch_dtype(document["dtype"]),
         shape=_sizes(document["shape"]),
         array=_text(document["array"]),
         lead=int(lead),

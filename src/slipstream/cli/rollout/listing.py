@@ -58,7 +58,7 @@ class FileListing:
             nbytes = layout.bytes_of(item)
             table.add_row(
                 plain(item.name),
-                item.dtype,
+                item.dtype.name,
                 "x".join(map(str, layout.shape_of(item))),
                 self._codec(item),
                 format_bytes(nbytes),
@@ -140,7 +140,7 @@ class FileListing:
         layout = self.file.layout
         return {
             "key": item.key,
-            "dtype": item.dtype,
+            "dtype": item.dtype.name,
             "shape": layout.shape_of(item),
             "codec": self._codec(item),
             "bytes": layout.bytes_of(item),

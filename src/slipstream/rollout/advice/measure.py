@@ -316,7 +316,7 @@ def _by_key(
         rows.append(
             KeyNumbers(
                 key="/".join(first.key),
-                dtype=first.dtype,
+                dtype=first.dtype.name,
                 shape=first.shape,
                 with_next=len(shared) > 1,
                 raw_bytes=raw,

@@ -19,9 +19,10 @@ from slipstream.errors import ConfigurationError, CorruptFileError, RolloutError
 from slipstream.rollout.batch import BatchFile
 from slipstream.rollout.compressed import CompressedTensorDict
 from slipstream.rollout.layout import Key
+from slipstream.schema.dtypes import DTYPES, dtype_name
 from slipstream.store.container import MAGIC
 from slipstream.store.local import open_regular
-from slipstream.tensors import import_tensordict
+from slipstream.tensors import TORCH, import_tensordict
 from slipstream.trajectory import NEXT
 
 if TYPE_CHECKING:
@@ -258,9 +259,9 @@ def _shape(key: Any, value: Any) -> tuple[tuple[int, ...], torch.dtype]:
     """Read ``(36, 4)`` or ``((36, 4), "float32")``."""
     pair = isinstance(value, Sequence) and len(value) == 2 and isinstance(value[1], (str, torch.dtype))
     shape, name = (value[0], value[1]) if pair else (value, "float32")
-    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
+    if dtype_name(name) not in DTYPES:
         raise ConfigurationError(f"the dtype of {key} is {name!r}, expected one of torch such as float32 or uint8")
+    dtype = TORCH.dtype(dtype_name(name))
     sizes = (shape,) if isinstance(shape, int) else shape
     if isinstance(sizes, str) or not isinstance(sizes, Sequence) or any(type(n) is not int or n < 1 for n in sizes):
         raise ConfigurationError(f"the shape of {key} is {shape!r}, expected whole numbers from 1 up such as (36, 4)")
