@@ -2,10 +2,14 @@
 
     python bench/codecs.py                              # print the tables
     python bench/codecs.py --write docs/benchmarks.md   # and put them into the page, between its markers
+    python bench/codecs.py --against ../other           # compare with a checkout of another commit
 
 Every number of a table comes from one run. Times are CPU seconds of the whole process (so that a peer which uses
 several threads gains nothing by it), the best of a few repetitions. A codec that does not give back the same bytes is
 an error. A peer that is not installed is left out, and named.
+
+``--against`` measures both checkouts in turns, in two processes, so that a busy machine slows both alike. It prints the
+ratio of CPU times (this checkout / the other one, so below 1 is faster) with a 95 % confidence interval.
 """
 
 from __future__ import annotations
@@ -13,7 +17,11 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -253,12 +261,124 @@ def run(*, quick: bool) -> str:
     return "\n".join(sections)
 
 
+def comparison_arrays(*, quick: bool) -> dict[str, tuple[Array, Array | None]]:
+    """Return arrays by name, and the reference of those that have one."""
+    state = trained_state(20 if quick else 100)
+    weights = state["fp32 weights"]
+    step = np.random.default_rng(0).normal(0, 1e-4, weights.size).astype(np.float32)
+    sparse = np.where(np.random.default_rng(1).random(weights.size) < 0.2, weights, 0).astype(np.float32)
+    return {
+        "weights": (weights, weights + step),
+        "exp_avg_sq": (state["Adam exp_avg_sq"], None),
+        "sparse": (sparse, None),
+        "small": (weights[:4096], weights[:4096] + step[:4096]),
+        "lidar": (lidar_rollout(64), None),
+        "counts": (np.arange(1 << 18, dtype=np.int64).reshape(64, 128, 32) // 7, None),
+        "camera": (camera_frames(48), None),
+    }
+
+
+COMPARED = {
+    "planes": ("weights", "exp_avg_sq", "sparse", "small", "lidar", "counts"),
+    "difference": ("weights", "small"),
+    "timewise": ("lidar", "counts", "small"),
+    "zstd": ("camera", "small"),
+    "lz4": ("camera", "small"),
+    "raw": ("camera", "small"),
+}
+"""Which codecs are compared on which arrays."""
+
+
+class Checkout:
+    """A process that measures the codecs of one checkout."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        worker = Path(__file__).with_name("codec_worker.py")
+        self._process = subprocess.Popen(
+            [sys.executable, worker, folder],
+            env={**os.environ, "PYTHONPATH": str(source / "src")},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def measure(self, codec_name: str, array_name: str) -> dict[str, Any]:
+        """Encode and decode an array once."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{codec_name} {array_name}\n")
+        self._process.stdin.flush()
+        measured: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return measured
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median of ratios and its bootstrap 95 % confidence interval."""
+    values = np.asarray(ratios)
+    picks = np.random.default_rng(0).integers(0, len(values), (2000, len(values)))
+    medians = np.median(values[picks], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return float(np.median(values)), float(low), float(high)
+
+
+def compare(other: Path, *, quick: bool) -> str:
+    """Measure this checkout and another one in turns; returns a Markdown table of ratios of CPU time."""
+    num_rounds = 15 if quick else 40
+    lines = ["| codec | array | same bytes | encode, new / old | decode, new / old |", "|---|---|---|---:|---:|"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for array_name, (array, reference) in comparison_arrays(quick=quick).items():
+            np.save(folder / f"{array_name}.npy", array)
+            if reference is not None:
+                np.save(folder / f"{array_name}.reference.npy", reference)
+        new = Checkout(Path(__file__).parents[1], folder)
+        old = Checkout(other, folder)
+        for codec_name, array_names in COMPARED.items():
+            for array_name in array_names:
+                lines.append(compare_case(new, old, codec_name, array_name, num_rounds))
+                print(lines[-1], flush=True)
+        new.close()
+        old.close()
+    return "\n".join(lines)
+
+
+def compare_case(new: Checkout, old: Checkout, codec_name: str, array_name: str, num_rounds: int) -> str:
+    """Measure one codec on one array and return a row of the table."""
+    ratios: dict[str, list[float]] = {"encode": [], "decode": []}
+    for number in range(num_rounds + 1):
+        # Who goes first alternates: the second one finds warmer caches.
+        if number % 2:
+            ours = new.measure(codec_name, array_name)
+            theirs = old.measure(codec_name, array_name)
+        else:
+            theirs = old.measure(codec_name, array_name)
+            ours = new.measure(codec_name, array_name)
+        # The first round warms memory and caches.
+        if number:
+            for direction, values in ratios.items():
+                values.append(ours[direction] / theirs[direction])
+    cells = []
+    for values in ratios.values():
+        median, low, high = interval(values)
+        cells.append(f"{median:.3f} ({low:.3f} to {high:.3f})")
+    same = "yes" if ours["digest"] == theirs["digest"] else "**no**"
+    return f"| {codec_name} | {array_name} | {same} | {cells[0]} | {cells[1]} |"
+
+
 def main() -> None:
     """Parse the command line, measure, print, and write the page if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="less data and fewer repetitions: about half a minute")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page, between its markers")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with a checkout of another commit")
     arguments = parser.parse_args()
+    if arguments.against:
+        compare(arguments.against, quick=arguments.quick)
+        return
     report = run(quick=arguments.quick)
     print(report)
     if arguments.write:
