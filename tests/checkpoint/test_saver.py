@@ -176,10 +176,10 @@ def test_no_more_snapshots_are_in_memory_than_the_queue_holds(tmp_path, gate):
     taken = 0
     take = saver._pool.take
 
-    def count(nbytes: int) -> Any:
+    def count(shape: Any) -> Any:
         nonlocal taken
         taken += 1
-        return take(nbytes)
+        return take(shape)
 
     saver._pool.take = count  # type: ignore[method-assign]
     thread = threading.Thread(target=lambda: [saver.save_async(STATE, tmp_path / f"{n}") for n in range(4)])

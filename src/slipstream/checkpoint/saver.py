@@ -17,7 +17,7 @@ import torch
 
 from slipstream.checkpoint.native import write_native
 from slipstream.checkpoint.portable import write_portable
-from slipstream.checkpoint.snapshot import BufferPool, Guard, Snapshot, take_snapshot
+from slipstream.checkpoint.snapshot import Guard, Snapshot, snapshot_pool, take_snapshot
 from slipstream.codecs.bytes import MAX_LZ4_LEVEL
 from slipstream.errors import DiskFullError
 from slipstream.store.worker import Handle, Policy, Worker
@@ -87,7 +87,7 @@ class AsyncCheckpointSaver:
         self._level = compression_level
         self._log_level = logging.INFO if verbose else logging.DEBUG
         self._guard = Guard()
-        self._pool = BufferPool(2 * (max_queue_size + 1))
+        self._pool = snapshot_pool(2 * (max_queue_size + 1))
         self._warm = warm
         self._lock = threading.Lock()
         self._save_count = self._failed_count = 0

@@ -15,7 +15,6 @@ broken promise is found: the snapshot is given up with `TornStateError` instead 
 from __future__ import annotations
 
 import _thread
-import contextlib
 import copy
 import os
 import threading
@@ -31,81 +30,25 @@ from numpy.typing import NDArray
 
 from slipstream.checkpoint.native import Flat
 from slipstream.errors import TornStateError, UnsupportedStateError
+from slipstream.memory import Pool, aligned
 from slipstream.schema.flatten import Tree, flatten
 from slipstream.schema.nodes import TAG, name_of
 from slipstream.schema.unflatten import unflatten
 from slipstream.tensors import TORCH, Regions, with_flags
 
 _ALIGNMENT = 64
-_PIECE_BYTES = 4 << 20
 
 
-class BufferPool:
-    """Host memory for snapshots, kept for the next one; pinned if there is a CUDA device."""
-
-    def __init__(self, max_free: int) -> None:
-        self._max_free = max_free
-        self._free: list[NDArray[np.uint8]] = []
-        self._coming: list[int] = []
-        self._pid = os.getpid()
-        self._changed = threading.Condition(threading.RLock())
-
-    def warm(self, nbytes: int, count: int) -> None:
-        """Have `count` free buffers for `nbytes`, whose pages the machine has really given; returns at once.
-
-        The first write to fresh memory costs several times what a copy does. Here a thread of its own pays for it.
-        """
-        with self._changed:
-            self._free = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
-            self._coming = [nbytes] * (count - len(self._free))  # in place of smaller ones still to come
-        threading.Thread(target=self._fetch, name="slipstream-warm", daemon=True).start()
-
-    def _fetch(self) -> None:
-        while True:
-            with self._changed:
-                if not self._coming:
-                    return
-                nbytes = self._coming[0]
-            buffer: NDArray[np.uint8] | None = None
-            with contextlib.suppress(MemoryError, RuntimeError):  # whoever needs it will hear of it
-                buffer = _new_buffer(nbytes)
-                for start in range(0, nbytes, _PIECE_BYTES):
-                    buffer[start : start + _PIECE_BYTES] = 0
-            with self._changed:
-                if nbytes in self._coming:
-                    self._coming.remove(nbytes)
-                    self._free += [buffer] if buffer is not None else []
-                self._changed.notify_all()
-
-    def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return at least `nbytes` of memory, uninitialised: the smallest free one that fits, or a new one.
-
-        Waits for a fitting one that is being made ready: making another would take as long.
-        """
-        most = 4 * nbytes + (1 << 20)
-        with self._changed:
-            while True:
-                fitting = [buffer for buffer in self._free if nbytes <= buffer.nbytes <= most]
-                if fitting:
-                    best = min(fitting, key=lambda buffer: buffer.nbytes)
-                    self._free = [buffer for buffer in self._free if buffer is not best]
-                    return best
-                coming = self._coming if os.getpid() == self._pid else []  # a fork leaves the thread behind
-                if not any(nbytes <= size <= most for size in coming):
-                    break
-                self._changed.wait()
-        return _new_buffer(nbytes)
-
-    def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """Keep a buffer for the next snapshot; the smallest go when there are more than needed."""
-        with self._changed:
-            self._free = sorted([*self._free, buffer], key=lambda kept: kept.nbytes)[-self._max_free :]
+def snapshot_pool(max_free: int) -> Pool:
+    """Return a pool of host memory for snapshots, which reuses buffers up to four times as large as needed."""
+    return Pool(max_free, slack=4, allocate=allocate_host)
 
 
-def _new_buffer(nbytes: int) -> NDArray[np.uint8]:
+def allocate_host(nbytes: int) -> NDArray[np.uint8]:
+    """Allocate host memory; pinned if there is a CUDA device, so that copies from it are asynchronous."""
     if torch.cuda.is_available():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-    return np.empty(nbytes, np.uint8)
+    return aligned(nbytes)
 
 
 @dataclass(eq=False)
@@ -117,7 +60,7 @@ class _Part:
     buffer: NDArray[np.uint8] | None = None
     copy: Regions | None = None
 
-    def start(self, pool: BufferPool, stream: Any = None) -> None:
+    def start(self, pool: Pool, stream: Any = None) -> None:
         """Find the memory behind the tensors and start to copy it; without a stream, the copy is then complete."""
         source = Regions.of(self.tensors)
         self.buffer = pool.take(source.buffer_bytes)
@@ -135,7 +78,7 @@ class Snapshot:
     """A private copy of a nested state; complete once `state` returns."""
 
     _tree: Tree
-    _pool: BufferPool
+    _pool: Pool
     _parts: list[_Part] = field(default_factory=list)
     _later: _Part | None = None
     _versions: list[int] = field(default_factory=list)
@@ -228,7 +171,7 @@ class Snapshot:
             part.buffer = None
             part.copy = None
             if buffer is not None:
-                self._pool.give_back(buffer)
+                self._pool.release(buffer)
 
 
 class Guard:
@@ -316,7 +259,7 @@ class Guard:
             self.wait()
 
 
-def take_snapshot(state: Any, guard: Guard, pool: BufferPool, *, opaque: bool) -> Snapshot:
+def take_snapshot(state: Any, guard: Guard, pool: Pool, *, opaque: bool) -> Snapshot:
     """Copy a nested state: what is not guarded now, the rest in the background.
 
     Args:
