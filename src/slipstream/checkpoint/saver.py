@@ -186,7 +186,7 @@ class AsyncCheckpointSaver:
             opaque: Whether objects that are not plain data may be in it; they are deep-copied.
         """
         start = time.perf_counter()
-        with self._worker.room() as put:
+        with self._worker.room(str(target)) as put:
             snapshot = take_snapshot(checkpoint, self._guard, self._pool, opaque=opaque)
             handle = put(self._write, snapshot, write, target, start)
         self._call_s += time.perf_counter() - start

@@ -104,7 +104,7 @@ class RolloutStorage:
         iteration = operator.index(iteration)
         path = self.path(iteration)
         values = json.loads(json.dumps({"iteration": iteration, "metadata": metadata, "time": time.time()}))
-        with self._reserved(iteration, path, overwrite=overwrite), self._worker.room() as put:
+        with self._reserved(iteration, path, overwrite=overwrite), self._worker.room(str(path)) as put:
             rollout = split_batch(data)
             handle = put(self._write, rollout, path, values)
             with self._lock:
