@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from slipstream.errors import BackgroundError, JobSkippedError, QueueFullError
-from slipstream.store.worker import Handle, Worker
+from slipstream.store.handle import Handle
+from slipstream.store.worker import Worker
 
 
 class Gate:

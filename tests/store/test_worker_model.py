@@ -20,10 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream import threads
 from slipstream.errors import BackgroundError, JobSkippedError, QueueFullError
-from slipstream.store import worker as worker_module
-from slipstream.store.worker import Handle, Worker
+from slipstream.store import background, handle, worker
+from slipstream.store.handle import Handle
+from slipstream.store.worker import Worker
 
-INTERRUPTED_FILES = {worker_module.__file__, threads.__file__}
+INTERRUPTED_FILES = {module.__file__ for module in (background, handle, threads, worker)}
 
 
 @functools.cache

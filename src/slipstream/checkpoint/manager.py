@@ -25,9 +25,10 @@ from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.errors import CorruptFileError, FormatVersionError
 from slipstream.schema.flatten import flatten
 from slipstream.schema.unflatten import unflatten
+from slipstream.store.handle import Handle
 from slipstream.store.local import make_folder, sync_folder
 from slipstream.store.lock import FileLock
-from slipstream.store.worker import Handle, Policy
+from slipstream.store.worker import Policy
 from slipstream.tensors import TORCH
 from slipstream.threads import background_threads
 

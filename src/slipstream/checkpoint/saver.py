@@ -20,7 +20,8 @@ from slipstream.checkpoint.portable import write_portable
 from slipstream.checkpoint.snapshot import Guard, Snapshot, snapshot_pool, take_snapshot
 from slipstream.codecs.bytes import MAX_LZ4_LEVEL
 from slipstream.errors import DiskFullError
-from slipstream.store.worker import Handle, Policy, Worker
+from slipstream.store.handle import Handle
+from slipstream.store.worker import Policy, Worker
 from slipstream.threads import background_threads
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from slipstream.codecs import Codec
 from slipstream.rollout.batch import BatchFile, split_batch
 from slipstream.rollout.files import SUFFIX, write_rollout, zstd_level
 from slipstream.rollout.layout import Key, Rollout
+from slipstream.store.handle import Handle
 from slipstream.store.local import make_folder
-from slipstream.store.worker import Handle, Policy, Worker
+from slipstream.store.worker import Policy, Worker
 from slipstream.threads import background_threads
 
 if TYPE_CHECKING:

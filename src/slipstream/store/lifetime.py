@@ -129,12 +129,16 @@ class _Signals:
         self._other_wakeup = -1
         self._is_polling = False
         self._asked_main_at_s: float | None = None
+        # Reentrant: the garbage collector may run a finalizer that submits a job while this thread holds it.
+        self._starting = threading.RLock()
 
     def protect(self, background: Drainable) -> None:
         """Install what is missing, from the thread that is allowed to."""
         self._background = background
         if self._sockets is None and not main_thread_has_ended():
-            self._start_listening()
+            with self._starting:
+                if self._sockets is None:
+                    self._start_listening()
         self._install_from_any_thread()
         if not self._is_polling:
             self._notify(_WAKE)

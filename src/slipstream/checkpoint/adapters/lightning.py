@@ -16,7 +16,7 @@ from slipstream.checkpoint.adapters.base import Adapter
 from slipstream.checkpoint.load import find_format
 from slipstream.checkpoint.portable import read_portable
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
-from slipstream.store.worker import Handle
+from slipstream.store.handle import Handle
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
