@@ -68,7 +68,7 @@ from .rollout.batch import save_rollout_compressed as save_rollout_compressed
 from .rollout.compressed import CompressedTensorDict as CompressedTensorDict
 from .rollout.storage import RolloutStorage as RolloutStorage
 from .store.container import Container as Container
-from .store.container import write_container as write_container
+from .store.writer import write_container as write_container
 from .train.evaluate import evaluate as evaluate
 from .train.export import export_policy as export_policy
 from .train.performance import PerformanceMonitor as PerformanceMonitor

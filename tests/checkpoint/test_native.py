@@ -17,7 +17,8 @@ from slipstream import (
     load_checkpoint,
 )
 from slipstream.checkpoint.native import NativeFile, write_native
-from slipstream.store.container import Container, write_container
+from slipstream.store.container import Container
+from slipstream.store.writer import write_container
 
 
 def adam_run(optimizer_class: Any = torch.optim.Adam, **options: Any) -> Any:

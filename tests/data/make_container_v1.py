@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.codecs import Codec, Difference, Lz4, Planes, Raw, Timewise, Zstd
-from slipstream.store.container import write_container
+from slipstream.store.writer import write_container
 
 FOLDER = Path(__file__).parent
 

@@ -32,7 +32,8 @@ from slipstream import (
     TrainingState,
     WriteError,
 )
-from slipstream.store.container import Container, write_container
+from slipstream.store.container import Container
+from slipstream.store.writer import write_container
 from tests.replay.samples import assert_same, episode, rollout
 
 

@@ -16,7 +16,8 @@ from hypothesis.extra import numpy as hnp
 
 from slipstream.codecs import Difference, Lz4, Planes, Raw, Timewise, Zstd
 from slipstream.errors import CodecError, CorruptFileError, MissingEntryError, UnsupportedDtypeError, WriteError
-from slipstream.store.container import Container, write_container
+from slipstream.store.container import Container
+from slipstream.store.writer import write_container
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -225,7 +226,7 @@ def test_a_file_cut_short_while_open_is_an_error(tmp_path):
     path = write(tmp_path / "a.slip", {"x": np.random.default_rng(0).normal(size=9999)})
     with Container(path) as container:
         os.truncate(path, 1000)
-        with pytest.raises(CorruptFileError, match="was longer when it was opened"):
+        with pytest.raises(CorruptFileError, match="was truncated after it was opened"):
             container.read("x")
 
 

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from slipstream.codecs import Planes, Raw, Zstd
 from slipstream.errors import CorruptFileError, FormatVersionError, MissingEntryError
-from slipstream.store.container import _FOOTER, _HEADER, END_MAGIC, MAGIC, Container, write_container
+from slipstream.store.container import Container
+from slipstream.store.header import END_MAGIC, FOOTER, HEADER, MAGIC
+from slipstream.store.writer import write_container
 
 Document = dict[str, Any]
 REFUSED = (CorruptFileError, FormatVersionError, MissingEntryError)
@@ -110,7 +112,7 @@ def test_two_chunks_that_changed_places_are_noticed(tmp_path):
         (b"hello", "is not a Slipstream container"),
         (b"PK\x03\x04" + bytes(100), "is not a Slipstream container"),
         (MAGIC.replace(b"\r\n", b"\n") + bytes(100), "is not a Slipstream container"),
-        (MAGIC, "is cut off"),
+        (MAGIC, "is truncated"),
         (os.urandom(5000), "is not a Slipstream container"),
     ],
 )
@@ -127,7 +129,7 @@ def test_folders_pipes_and_absent_files_are_told_apart(tmp_path):
     with pytest.raises(CorruptFileError, match="is a folder"):
         Container(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CorruptFileError, match="is not a regular file"):
+    with pytest.raises(CorruptFileError, match="is a FIFO, expected a file"):
         Container(tmp_path / "pipe")
 
 
@@ -136,7 +138,7 @@ def test_folders_pipes_and_absent_files_are_told_apart(tmp_path):
 
 def forge(path: Path, index: bytes, data: bytes = b"", version: int = 1, reserved: int = 0) -> Path:
     """Write a container around any index, with every checksum as it should be."""
-    header = _HEADER.pack(MAGIC, version, reserved)
+    header = HEADER.pack(MAGIC, version, reserved)
     fields = struct.pack("<QQQ", len(header) + len(data), len(index), xxhash.xxh3_64_intdigest(index))
     footer = fields + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(header + fields), END_MAGIC)
     path.write_bytes(header + data + index + footer)
@@ -151,7 +153,7 @@ def document(payload: bytes, **changes: Any) -> Document:
         "shape": [4],
         "codec": {"name": "raw"},
         "chunk_shape": [4],
-        "chunks": [[_HEADER.size, len(payload), f"{xxhash.xxh3_64_intdigest(payload):016x}"]],
+        "chunks": [[HEADER.size, len(payload), f"{xxhash.xxh3_64_intdigest(payload):016x}"]],
     }
     return {"kind": "container", "written_by": "forger", "entries": [{**entry, **changes}], "values": {}}
 
@@ -185,7 +187,7 @@ def test_a_reserved_field_in_use_is_refused(tmp_path):
 
 
 CHECKSUM = f"{xxhash.xxh3_64_intdigest(FLOATS.tobytes()):016x}"
-AT = _HEADER.size
+AT = HEADER.size
 
 
 @pytest.mark.parametrize(
@@ -307,11 +309,11 @@ def test_bytes_that_no_chunk_accounts_for_are_refused(tmp_path, gap):
 @pytest.mark.parametrize("value", [0, 1, 2**32, 2**63, 2**64 - 1])
 def test_a_footer_that_points_elsewhere_is_refused(small, field, value):
     content = bytearray(small.read_bytes())
-    offset, length, checksum, _, magic = _FOOTER.unpack(content[-_FOOTER.size :])
+    offset, length, checksum, _, magic = FOOTER.unpack(content[-FOOTER.size :])
     offset, length = (value, length) if field == "offset" else (offset, value)
     fields = struct.pack("<QQQ", offset, length, checksum)
-    header_checksum = xxhash.xxh3_64_intdigest(bytes(content[: _HEADER.size]) + fields)
-    content[-_FOOTER.size :] = fields + struct.pack("<Q8s", header_checksum, magic)
+    header_checksum = xxhash.xxh3_64_intdigest(bytes(content[: HEADER.size]) + fields)
+    content[-FOOTER.size :] = fields + struct.pack("<Q8s", header_checksum, magic)
     small.write_bytes(content)
     with pytest.raises(CorruptFileError, match="the footer does not fit the file"):
         Container(small)
@@ -375,7 +377,7 @@ def test_a_chunk_longer_than_any_codec_makes_is_refused_before_it_is_read(tmp_pa
     path = tmp_path / "f"
     length = 3 << 30
     index = json.dumps(document(b"", chunks=[[AT, length, CHECKSUM]], codec={"name": "zstd"})).encode()
-    header = _HEADER.pack(MAGIC, 1, 0)
+    header = HEADER.pack(MAGIC, 1, 0)
     fields = struct.pack("<QQQ", AT + length, len(index), xxhash.xxh3_64_intdigest(index))
     footer = fields + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(header + fields), END_MAGIC)
     with path.open("wb") as file:  # sparse: 3 GiB that take no room on the disk

@@ -272,7 +272,7 @@ def test_a_failure_that_was_heard_of_is_not_printed_again(tmp_path):
 def test_codecs_work_in_a_job_that_runs_while_the_interpreter_exits(tmp_path):
     script = """
         import numpy as np
-        from slipstream.store.container import write_container
+        from slipstream.store.writer import write_container
         array = np.zeros((3000, 1000), np.float32)
         def write():
             time.sleep(0.3)
@@ -587,7 +587,7 @@ def test_thousands_of_interrupts_of_a_full_queue_leave_it_working(tmp_path, poli
 def test_a_child_forked_in_the_middle_of_a_write_blocks_neither_itself_nor_the_parent(tmp_path):
     script = """
         import numpy as np
-        from slipstream.store.container import write_container
+        from slipstream.store.writer import write_container
         array = np.random.default_rng(0).normal(size=(1500, 1000)).astype(np.float32)
         def write(name):
             with write_container(folder / name) as writer:

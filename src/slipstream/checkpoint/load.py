@@ -15,7 +15,7 @@ from slipstream.errors import CorruptFileError
 from slipstream.schema.flatten import flatten
 from slipstream.schema.structure import matching
 from slipstream.schema.unflatten import unflatten
-from slipstream.store.container import MAGIC
+from slipstream.store.header import MAGIC
 from slipstream.store.local import open_regular
 from slipstream.tensors import TORCH
 from slipstream.text import install_hint

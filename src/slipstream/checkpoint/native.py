@@ -27,9 +27,11 @@ from slipstream.schema.nodes import TAG, Key, name_of
 from slipstream.schema.structure import Leaf, contiguous_strides, leaves_of, matching, memory_end, select
 from slipstream.schema.structure import drop as drop_branches
 from slipstream.schema.unflatten import unflatten
-from slipstream.store.container import Container, ContainerWriter, Reference, write_container
+from slipstream.store.container import Container
 from slipstream.store.index import DTYPES as CONTAINER_DTYPES
 from slipstream.store.index import MAX_AXES
+from slipstream.store.reference import Reference
+from slipstream.store.writer import ContainerWriter, write_container
 from slipstream.tensors import TORCH, Region, Regions, View, dtype_info, region_of, with_flags
 
 KIND = "checkpoint"

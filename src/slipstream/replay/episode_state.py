@@ -20,8 +20,9 @@ from slipstream.replay.frames import FrameLog
 from slipstream.replay.log_state import load_log_state, log_state
 from slipstream.replay.prefix_sum import PrefixSum
 from slipstream.replay.tail import Tail
-from slipstream.store.container import Container, write_container
+from slipstream.store.container import Container
 from slipstream.store.local import make_folder
+from slipstream.store.writer import write_container
 
 if TYPE_CHECKING:
     from slipstream.replay.episodes import EpisodeStore

@@ -24,8 +24,9 @@ from slipstream.codecs import Raw
 from slipstream.errors import CorruptFileError, FormatVersionError, MissingEntryError, SlipstreamError
 from slipstream.replay.frames import FrameLog
 from slipstream.replay.packing import PackedColumn
-from slipstream.store.container import Container, ContainerWriter, write_container
+from slipstream.store.container import Container
 from slipstream.store.local import make_folder, sweep
+from slipstream.store.writer import ContainerWriter, write_container
 
 logger = logging.getLogger(__name__)
 

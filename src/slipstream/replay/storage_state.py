@@ -20,8 +20,9 @@ from slipstream.replay.leaves import leaves_from_json, leaves_to_json
 from slipstream.replay.log_state import load_log_state, log_state
 from slipstream.replay.runs import Runs
 from slipstream.replay.tail import Tail
-from slipstream.store.container import Container, write_container
+from slipstream.store.container import Container
 from slipstream.store.local import make_folder
+from slipstream.store.writer import write_container
 from slipstream.trajectory import NEXT
 
 if TYPE_CHECKING:

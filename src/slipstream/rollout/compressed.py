@@ -23,7 +23,7 @@ from slipstream.errors import RolloutError
 from slipstream.rollout.batch import add_nodes, split_batch
 from slipstream.rollout.files import codec_for, zstd_level
 from slipstream.rollout.layout import Field, Key, Layout
-from slipstream.store.container import check_payload
+from slipstream.store.writer import check_payload
 from slipstream.tensors import tensor_of
 from slipstream.threads import parallel_map
 from slipstream.trajectory import exception_numbers, gather_next

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from slipstream.codecs import Codec, Planes, Timewise
 from slipstream.errors import CorruptFileError, RolloutError, naming
 from slipstream.rollout.layout import Field, Key, Layout, Rollout, resolve_slice
-from slipstream.store.container import Container, write_container
+from slipstream.store.container import Container
 from slipstream.store.index import Entry
+from slipstream.store.writer import write_container
 from slipstream.trajectory import SharedNext, exception_rows
 
 KIND = "rollout"

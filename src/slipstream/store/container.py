@@ -1,267 +1,38 @@
-"""One file, many named arrays and small JSON values: written in one pass, verified on every read.
-
-Layout, byte by byte in ``docs/formats/container.md``: a header, the encoded chunks, a JSON index, a footer. The index
-comes last so that writing streams, and so that a file which was cut off is known by its missing footer.
-"""
+"""Read a container file: one array, many, or a few rows, verified on every read."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import functools
-import json
 import math
 import os
-import stat
-import struct
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from slipstream import __version__
-from slipstream.codecs import Codec, Raw, choose_codec
-from slipstream.codecs.base import part_shape, word_dtype
-from slipstream.errors import CodecError, CorruptFileError, FormatVersionError, MissingEntryError, naming
+from slipstream.codecs import Codec, Raw
+from slipstream.errors import CodecError, CorruptFileError, MissingEntryError, naming
 from slipstream.memory import machine_bytes, scratch, scratch_scope
-from slipstream.store.index import MAX_AXES, MAX_CHUNK_BYTES, MAX_INDEX_BYTES, Chunk, Entry, Grid, Index
-from slipstream.store.local import atomic_write
+from slipstream.store.header import FOOTER, HEADER, check_header, parse_footer
+from slipstream.store.index import Entry, Index
+from slipstream.store.local import open_descriptor
+from slipstream.store.reference import ChunkReferences, Reference, check_reference
 from slipstream.threads import parallel_map
 
-MAGIC = b"\x89SLIP\r\n\x1a"
-END_MAGIC = b"\x1a\n\rPILS\x89"
-VERSION = 1
-DEFAULT_CHUNK_BYTES = 1 << 20
-
-_HEADER = struct.Struct("<8sII")
-_FOOTER = struct.Struct("<QQQQ8s")
 _BYTES = np.dtype(np.uint8)
-
-Reference = NDArray[Any] | Callable[[int, int], NDArray[Any]]
-"""What a difference is taken to: an array, or a function that makes elements `start` to `stop` of it, in C order."""
-
-_PartOf = Callable[[int, int, tuple[int, ...]], NDArray[Any] | None]
-
-
-class ContainerWriter:
-    """Adds arrays and values to a container that is being written; made by `write_container`.
-
-    Attributes:
-        identity: Once the file is complete, what `Container.identity` says of it.
-        file_bytes: Once the file is complete, its size.
-    """
-
-    def __init__(self, file: BinaryIO, kind: str, chunk_bytes: int, threads: int | None, verify: bool) -> None:
-        self._verify = verify
-        self._file = file
-        self._kind = kind
-        self._chunk_bytes = chunk_bytes
-        self._threads = threads
-        self._entries: dict[str, Entry] = {}
-        self._values: dict[str, Any] = {}
-        self._sound = True
-        self._header = _HEADER.pack(MAGIC, VERSION, 0)
-        self._file.write(self._header)
-        self._position = len(self._header)
-        self.identity = ""
-        self.file_bytes = 0
-
-    def add(
-        self, name: str, array: NDArray[Any], codec: Codec | None = None, reference: Reference | None = None
-    ) -> Entry:
-        """Encode `array` and write it under `name`; blocks until its bytes are handed to the operating system.
-
-        Chunks are encoded in parallel; besides the array itself, memory holds a few chunks only.
-
-        Args:
-            name: Unique in the file.
-            array: Bools, integers, floats or complex numbers of any shape.
-            codec: How to pack it; by default what packs a sample of it best.
-            reference: For `Difference`: the array to subtract, which reading will need again; or a function that makes
-                a part of it, called from several threads, so that no more than a few parts are ever in memory.
-
-        Raises:
-            ValueError: If the name is taken.
-            UnsupportedDtypeError: If the elements are not plain numbers.
-        """
-        if not isinstance(name, str):
-            raise TypeError(f"the name of an entry is {name!r}, expected a string")
-        if name in self._entries:
-            raise ValueError(f"the container has an entry {name!r} already")
-        array = np.asarray(array)
-        word_dtype(array.dtype)
-        if array.ndim > MAX_AXES:
-            raise ValueError(f"entry {name!r} has {array.ndim} axes, at most {MAX_AXES} can be stored")
-        other_part = _parts_of(reference, array.dtype, array.shape)
-        if codec is None:
-            codec = choose_codec(array, None if callable(reference) else reference)
-        array = np.ascontiguousarray(array).reshape(array.shape)
-        grid = Grid(array.shape, part_shape(array.shape, array.dtype.itemsize, self._chunk_bytes))
-        flat = array.reshape(-1)
-
-        def encode(number: int) -> tuple[bytes, int]:
-            start, shape = grid.part(number)
-            stop = start + math.prod(shape)
-            part = flat[start:stop].reshape(shape)
-            part_codec = bind(codec, other_part(start, stop, shape))
-            payload = part_codec.encode(part)
-            if self._verify:
-                check_payload(name, part_codec, payload, part)
-            return payload, xxhash.xxh3_64_intdigest(payload)
-
-        chunks, position = [], self._position
-        try:
-            for payload, checksum in parallel_map(encode, range(grid.count()), self._threads):
-                self._file.write(payload)
-                chunks.append(Chunk(position, len(payload), checksum))
-                position += len(payload)
-        except BaseException:  # the caller may go on: leave no trace of this entry
-            self._sound = False
-            self._file.seek(self._position)
-            self._file.truncate()
-            self._sound = True
-            raise
-        self._position = position
-        entry = Entry(name, array.dtype, grid, codec, tuple(chunks))
-        self._entries[name] = entry
-        return entry
-
-    @property
-    def entries(self) -> dict[str, Entry]:
-        """What was added so far, by name."""
-        return dict(self._entries)
-
-    def set(self, name: str, value: Any) -> None:
-        """Keep a small JSON value (numbers, strings, lists, dicts with string keys) under `name`, in the index.
-
-        It is copied now. What JSON cannot hold raises `TypeError` or `ValueError`.
-        """
-        if not isinstance(name, str):
-            raise TypeError(f"the name of a value is {name!r}, expected a string")
-        self._values[name] = json.loads(Index("", "", {}, {name: value}).to_json())["values"][name]
-
-    def finish(self) -> None:
-        """Write index and footer; `write_container` calls it."""
-        if not self._sound:
-            raise ValueError("the container was damaged by a failed write and cannot be finished")
-        text = Index(self._kind, f"slipstream {__version__}", self._entries, self._values).to_json()
-        if len(text) > MAX_INDEX_BYTES:
-            raise ValueError(f"the container's index is {len(text)} bytes, at most {MAX_INDEX_BYTES} are allowed")
-        Index.parse(text, _HEADER.size, self._position)  # whatever we write, we can read
-        footer = _footer(self._header, self._position, text)
-        self._file.write(text)
-        self._file.write(footer)
-        self.identity = _identity(xxhash.xxh3_64_intdigest(text))
-        self.file_bytes = self._position + len(text) + len(footer)
-
-
-def bind(codec: Codec, reference: NDArray[Any] | None) -> Codec:
-    """Return the codec with a reference, if it needs one and there is one."""
-    if reference is None or not codec.needs_reference:
-        return codec
-    return codec.against(reference)
-
-
-def check_payload(name: str, codec: Codec, payload: bytes, array: NDArray[Any]) -> None:
-    """Decode what a codec made of an array, and raise `CodecError` unless every bit is as it was."""
-    decoded = np.empty(array.shape, array.dtype)
-    codec.decode(payload, decoded)
-    if array.tobytes() != decoded.tobytes():
-        raise CodecError(f"entry {name!r} does not come back from codec {codec.name!r} as it was; nothing was written")
-
-
-def check_out(out: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """Raise `CodecError` unless `out` is memory that an array of this dtype and shape can be decoded into."""
-    fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape
-    if not fits or not out.flags.c_contiguous or not out.flags.writeable:
-        raise CodecError(
-            f"out is {out.dtype}{list(out.shape)}, expected a contiguous, writable array {dtype}{list(shape)}"
-        )
-
-
-def check_reference(reference: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return `reference` as an array; raise `CodecError` unless it is of this dtype and shape."""
-    reference = np.asarray(reference)
-    if reference.dtype != dtype or reference.shape != shape:
-        raise CodecError(
-            f"reference is {reference.dtype}{list(reference.shape)}, the array is {dtype}{list(shape)}: they must match"
-        )
-    return reference
-
-
-def _parts_of(reference: Reference | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> _PartOf:
-    """Return a function that gives the part of a reference that belongs to a chunk."""
-    if reference is None:
-        return lambda *_: None
-    if callable(reference):
-        make = reference
-        return lambda start, stop, part: make(start, stop).reshape(part)
-    flat = check_reference(reference, dtype, shape).reshape(-1)
-    return lambda start, stop, part: flat[start:stop].reshape(part)
-
-
-def _footer(header: bytes, index_offset: int, index: bytes) -> bytes:
-    fields = struct.pack("<QQQ", index_offset, len(index), xxhash.xxh3_64_intdigest(index))
-    return fields + struct.pack("<Q8s", xxhash.xxh3_64_intdigest(header + fields), END_MAGIC)
-
-
-def _identity(index_checksum: int) -> str:
-    return f"{index_checksum:016x}"
-
-
-@contextlib.contextmanager
-def write_container(
-    path: str | os.PathLike[str],
-    *,
-    kind: str = "container",
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    threads: int | None = None,
-    verify: bool = False,
-) -> Iterator[ContainerWriter]:
-    """Write a container: it appears at `path`, complete and durable, when the block ends without an error.
-
-    An older file at `path` is replaced then and not before; see `atomic_write`.
-
-    Args:
-        path: The file to create or replace.
-        kind: What the file is, for people and tools, such as ``checkpoint``.
-        chunk_bytes: How much of an array one chunk holds before encoding: the least that can be read alone.
-        threads: How many threads encode; by default one per core.
-        verify: Whether to decode every chunk again and compare it before it is written.
-
-    Raises:
-        WriteError: If the file cannot be written, `DiskFullError` among them.
-
-    Example:
-        >>> import numpy as np
-        >>> with write_container("/tmp/slipstream-doc/a.slip") as writer:
-        ...     _ = writer.add("weights", np.arange(6.0).reshape(2, 3))
-        ...     writer.set("step", 7)
-        >>> with Container("/tmp/slipstream-doc/a.slip") as container:
-        ...     print(container.values["step"], container.read("weights").sum())
-        7 15.0
-    """
-    if not isinstance(kind, str):
-        raise TypeError(f"kind is {kind!r}, expected a string")
-    if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES:
-        raise ValueError(f"chunk_bytes is {chunk_bytes}, expected 1 to {MAX_CHUNK_BYTES}")
-    with atomic_write(path) as file:
-        writer = ContainerWriter(file, kind, chunk_bytes, threads, verify)
-        yield writer
-        writer.finish()
 
 
 class Container:
-    """Reads a container file; opening reads the index only.
+    """Reads a container file. Opening it reads and checks the index only.
 
-    May be shared by threads, and by forked processes: reads name their position and share no cursor. Pickling it sends
-    the path, and the receiver opens the file anew. The file is never mapped into memory, so that damage or truncation
-    under our feet is an error and not a crash.
+    Thread-safe, and safe to share with forked processes: every read names its position, and there is neither a cursor
+    nor a lock. A pickled container opens the file again where it is loaded. The file is never mapped into memory, so a
+    file that is damaged or truncated while it is open raises an error instead of crashing the process.
 
     Args:
         path: The file.
@@ -269,26 +40,46 @@ class Container:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        CorruptFileError: If it is damaged, cut off, or not a container.
+        CorruptFileError: If it is damaged, truncated, or not a container.
         FormatVersionError: If a newer release wrote it.
+
+    Example:
+        >>> import numpy as np
+        >>> from slipstream import write_container
+        >>> with write_container("/tmp/slipstream-doc/b.slip") as writer:
+        ...     _ = writer.add("images", np.zeros((100, 32, 32), np.uint8))
+        >>> with Container("/tmp/slipstream-doc/b.slip") as container:
+        ...     container.read("images", slice(10, 20)).shape
+        (10, 32, 32)
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_entry_bytes: int | None = None) -> None:
         self.path = Path(path)
         self._max_entry_bytes = max_entry_bytes
-        self._lock = threading.RLock()
-        self._readers = 0
-        self._descriptor: int | None = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._file: _OpenFile | None = _OpenFile(open_descriptor(self.path))
         try:
             with naming(self.path):
-                self._index = self._read_index()
+                self._read_index(os.fstat(self._file.descriptor).st_size)
         except BaseException:
             self.close()
             raise
 
+    def _read_index(self, file_bytes: int) -> None:
+        """Read and check everything but the chunks."""
+        header = self._read_bytes(0, min(HEADER.size, file_bytes))
+        check_header(header, file_bytes)
+        footer_bytes = self._read_bytes(file_bytes - FOOTER.size, FOOTER.size)
+        footer = parse_footer(header, footer_bytes, file_bytes)
+        text = self._read_bytes(footer.index_offset, footer.index_length)
+        if xxhash.xxh3_64_intdigest(text) != footer.index_checksum:
+            raise CorruptFileError("the index does not match its checksum")
+        self._index = Index.parse(text, HEADER.size, footer.index_offset)
+        self._identity = footer.identity
+        self._file_bytes = file_bytes
+
     @property
     def kind(self) -> str:
-        """What its writer said the file is."""
+        """What the file is, as its writer said."""
         return self._index.kind
 
     @property
@@ -308,8 +99,8 @@ class Container:
 
     @property
     def identity(self) -> str:
-        """A fingerprint of the whole content: the checksum of the index, which holds those of all chunks."""
-        return _identity(self._index_checksum)
+        """A fingerprint of the whole content: the checksum of the index, which contains those of all chunks."""
+        return self._identity
 
     @property
     def file_bytes(self) -> int:
@@ -325,109 +116,75 @@ class Container:
         out: NDArray[Any] | None = None,
         threads: int | None = None,
     ) -> NDArray[Any]:
-        """Read one array, or some rows of it; only the chunks that hold them are read, checked and decoded.
+        """Read one array, or some rows of it. Only the chunks that contain them are read, checked and decoded.
 
         Args:
             name: The entry.
-            rows: A slice of the first axis, with step 1; all by default.
-            reference: What was given to the writer, for `Difference`: an array of the whole entry's shape, or a
-                function that makes a part of it.
-            out: Contiguous memory of the right dtype and shape to read into; allocated if absent.
-            threads: How many threads decode; by default one per core.
+            rows: A slice of the first axis with step 1; all by default.
+            reference: For `Difference`, the reference that the writer used: an array of the whole entry's shape, or a
+                function that returns a part of it.
+            out: Contiguous memory of the right dtype and shape to read into; allocated by default. It may be the memory
+                of the reference.
+            threads: Number of threads that decode; by default one per core.
 
         Raises:
             MissingEntryError: If there is no such entry.
             CorruptFileError: If a chunk does not match its checksum or cannot be decoded.
-            CodecError: If `reference` is needed and absent, or `reference` or `out` do not fit.
+            CodecError: If `reference` is needed and missing, or `reference` or `out` do not fit.
         """
         entry = self._entry(name)
-        first, last = 0, math.prod(entry.shape)
+        first = 0
         shape = entry.shape
         if rows is not None:
-            if not shape or rows.step not in (None, 1):
-                raise ValueError(f"cannot read {rows} of entry {name!r}, which has shape {list(shape)}")
-            start, stop, _ = rows.indices(shape[0])
-            row = math.prod(shape[1:])
-            first, last = start * row, max(start, stop) * row
-            shape = (max(0, stop - start), *shape[1:])
-        if isinstance(reference, np.ndarray):
-            reference = check_reference(reference, entry.dtype, entry.shape)
-            if out is not None and np.may_share_memory(out, reference) and out.ctypes.data != reference.ctypes.data:
-                reference = reference.copy()
-        out = self._allocate(entry, shape, out)
-        flat, other_part = out.reshape(-1), _parts_of(reference, entry.dtype, entry.shape)
-
-        numbers = range(entry.grid.number_of(first), entry.grid.number_of(last - 1) + 1) if first < last else range(0)
-        for _ in parallel_map(lambda number: self._fill(entry, number, flat, first, other_part), numbers, threads):
-            pass
+            first, shape = _locate_rows(entry, rows)
+        if out is None:
+            out = self._allocate(entry, shape)
+        else:
+            _check_out(out, entry.dtype, shape)
+            reference = _without_overlap(entry, reference, out)
+        self._decode_all([self._request(entry, first, out, reference)], threads)
         return out
 
     def read_many(
         self, names: Iterable[str], references: Mapping[str, Reference] | None = None, threads: int | None = None
     ) -> dict[str, NDArray[Any]]:
-        """Read several whole arrays at once: all their chunks share the threads, however small or large each is.
+        """Read several whole arrays at once. All chunks share the threads, which makes small arrays fast.
 
         Args:
             names: The entries.
-            references: What was given to the writer, for those stored as a difference.
-            threads: How many threads decode; by default one per core.
+            references: The references that the writer used, by name, for entries stored as a difference.
+            threads: Number of threads that decode; by default one per core.
 
         Raises:
             MissingEntryError: If there is no such entry.
             CorruptFileError: If a chunk does not match its checksum or cannot be decoded.
-            CodecError: If a reference is needed and absent, or does not fit.
+            CodecError: If a reference is needed and missing, or does not fit.
         """
+        if references is None:
+            references = {}
         arrays: dict[str, NDArray[Any]] = {}
-        work: list[Callable[[], object]] = []
+        requests = []
         for name in names:
             entry = self._entry(name)
-            arrays[name] = self._allocate(entry, entry.shape, None)
-            flat = arrays[name].reshape(-1)
-            other_part = _parts_of((references or {}).get(name), entry.dtype, entry.shape)
-            work += [functools.partial(self._fill, entry, i, flat, 0, other_part) for i in range(entry.grid.count())]
-        for _ in parallel_map(lambda fill: fill(), work, threads):
-            pass
+            arrays[name] = self._allocate(entry, entry.shape)
+            requests.append(self._request(entry, 0, arrays[name], references.get(name)))
+        self._decode_all(requests, threads)
         return arrays
 
-    def _fill(self, entry: Entry, number: int, out: NDArray[Any], first: int, other_part: _PartOf) -> None:
-        """Decode what a chunk has of the elements that `out` is for, which begin with number `first`."""
-        start, part = entry.grid.part(number)
-        stop, last = start + math.prod(part), first + out.size
-        other = other_part(start, stop, part)
-        if first <= start and stop <= last:
-            self._decode(entry, number, part, other, out[start - first : stop - first].reshape(part))
-        else:
-            whole = self._decode(entry, number, part, other, None).reshape(-1)
-            begin, end = max(first, start), min(last, stop)
-            out[begin - first : end - first] = whole[begin - start : end - start]
-
     def find_damage(self, threads: int | None = None) -> Iterator[CorruptFileError | None]:
-        """Read, check and decode every chunk; yields the damage of each, or None where it is sound.
+        """Read, check and decode every chunk. Yields the damage of each one, or None where it is intact.
 
-        Arrays stored as a difference are checked by their checksum only, for lack of the reference.
+        Of arrays stored as a difference only the checksums are checked, because there is no reference to decode them.
         """
-        chunks = [(entry, number) for entry in self._index.entries.values() for number in range(len(entry.chunks))]
-
-        def check(item: tuple[Entry, int]) -> CorruptFileError | None:
-            entry, number = item
-            try:
-                if entry.codec.needs_reference:
-                    self._read_chunk(entry, number)
-                else:
-                    self._decode(entry, number, entry.grid.part(number)[1], None, None)
-            except CorruptFileError as error:
-                return error
-            return None
-
-        return parallel_map(check, chunks, threads)
+        chunks: list[tuple[Entry, int]] = []
+        for entry in self._index.entries.values():
+            chunks.extend((entry, number) for number in range(len(entry.chunks)))
+        return parallel_map(self._damage_of, chunks, threads)
 
     def close(self) -> None:
-        """Close the file; reading after that is an error. Closing twice is not."""
-        with self._lock:
-            descriptor, self._descriptor = self._descriptor, None
-            unused = descriptor is not None and not self._readers
-        if descriptor is not None and unused:
-            os.close(descriptor)
+        """Close the file. Idempotent; reading afterwards raises. Reads in progress on other threads finish."""
+        # Readers hold a reference to the file while they use it; the last one closes the descriptor.
+        self._file = None
 
     def __enter__(self) -> Self:
         return self
@@ -437,26 +194,23 @@ class Container:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", None) is not None:
-            self.close()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.path.absolute(), self._max_entry_bytes)
 
     def _entry(self, name: str) -> Entry:
-        try:
-            return self._index.entries[name]
-        except KeyError:
-            close = difflib.get_close_matches(name, self._index.entries, n=3) or list(self._index.entries)[:3]
-            hint = f"; it has {', '.join(map(repr, close))}" if close else "; it has none"
-            raise MissingEntryError(f"{self.path}: no entry {name!r} among {len(self._index.entries)}{hint}") from None
+        entries = self._index.entries
+        if name in entries:
+            return entries[name]
+        # A typo is likely: suggest what is similar, or else show what there is.
+        suggestions = difflib.get_close_matches(name, entries, n=3) or list(entries)[:3]
+        found = ", ".join(map(repr, suggestions)) or "none"
+        raise MissingEntryError(f"{self.path}: no entry {name!r} among {len(entries)}; it has {found}")
 
-    def _allocate(self, entry: Entry, shape: tuple[int, ...], out: NDArray[Any] | None) -> NDArray[Any]:
-        if out is not None:
-            check_out(out, entry.dtype, shape)
-            return out
-        limit = machine_bytes() if self._max_entry_bytes is None else self._max_entry_bytes
+    def _allocate(self, entry: Entry, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return memory for decoded elements. A forged index may claim more than this machine has."""
+        limit = self._max_entry_bytes
+        if limit is None:
+            limit = machine_bytes()
         needed = math.prod(shape) * entry.dtype.itemsize
         if needed > limit:
             raise CorruptFileError(
@@ -465,114 +219,180 @@ class Container:
             )
         return np.empty(shape, entry.dtype)
 
-    def _decode(
-        self,
-        entry: Entry,
-        number: int,
-        shape: tuple[int, ...],
-        reference: NDArray[Any] | None,
-        out: NDArray[Any] | None,
-    ) -> NDArray[Any]:
-        if isinstance(entry.codec, Raw) and out is not None and out.nbytes == entry.chunks[number].length:
-            self._read_chunk(entry, number, out.reshape(-1).view(np.uint8))
-            return out
-        if reference is None and entry.codec.needs_reference:
+    def _request(self, entry: Entry, first: int, out: NDArray[Any], reference: Reference | None) -> _Request:
+        # An empty array has no chunks, and nothing to subtract.
+        if entry.codec.needs_reference and reference is None and entry.chunks:
             raise CodecError(
                 f"{self.path}: entry {entry.name!r} is a difference and needs a reference array to be read"
             )
-        if out is None:
-            out = np.empty(shape, entry.dtype)
-        codec = bind(entry.codec, reference)
+        references = ChunkReferences(reference, entry.dtype, entry.shape)
+        return _Request(entry, first, out.reshape(-1), references)
+
+    def _decode_all(self, requests: Sequence[_Request], threads: int | None) -> None:
+        """Decode the chunks of all requests in parallel. All reading of arrays ends up here."""
+        jobs: list[tuple[_Request, int]] = []
+        for request in requests:
+            jobs.extend((request, number) for number in request.chunk_numbers())
+        for _ in parallel_map(self._decode_into, jobs, threads):
+            pass
+
+    def _decode_into(self, job: tuple[_Request, int]) -> None:
+        """Decode the elements of one chunk that a request asks for."""
+        request, number = job
+        entry = request.entry
+        start, shape = entry.grid.part(number)
+        stop = start + math.prod(shape)
+        codec = request.references.bind(entry.codec, start, shape)
+        first = request.first
+        last = first + request.out.size
+        if first <= start and stop <= last:
+            self._decode(entry, number, codec, request.out[start - first : stop - first].reshape(shape))
+            return
+        # The first and the last chunk may reach beyond the requested rows: decode all of it, and copy a part.
+        decoded = np.empty(shape, entry.dtype)
+        self._decode(entry, number, codec, decoded)
+        begin = max(first, start)
+        end = min(last, stop)
+        request.out[begin - first : end - first] = decoded.reshape(-1)[begin - start : end - start]
+
+    def _decode(self, entry: Entry, number: int, codec: Codec, out: NDArray[Any]) -> None:
+        """Read one chunk, check it and decode it into `out`."""
+        chunk = entry.chunks[number]
+        # Raw bytes are read right where they belong.
+        if isinstance(codec, Raw) and out.nbytes == chunk.length:
+            self._read_chunk(entry, number, out.reshape(-1).view(np.uint8))
+            return
         with scratch_scope():
-            payload = self._read_chunk(entry, number)
+            payload = scratch("chunk", chunk.length, _BYTES)
+            self._read_chunk(entry, number, payload)
             try:
                 codec.decode(payload, out)
             except CodecError as error:
                 raise self._damage(entry, number, str(error)) from error
-        return out
 
-    def _read_chunk(self, entry: Entry, number: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Read one chunk and compare it with its checksum; the memory is this thread's until its next read."""
+    def _read_chunk(self, entry: Entry, number: int, target: NDArray[np.uint8]) -> None:
+        """Read the bytes of one chunk and compare them with their checksum."""
         chunk = entry.chunks[number]
-        target = scratch("chunk", chunk.length, _BYTES) if out is None else out
-        if self._pread_into(target, chunk.offset) != chunk.length:
-            raise self._damage(entry, number, "the file ends before it, and was longer when it was opened")
+        if self._read_at(chunk.offset, target) != chunk.length:
+            raise self._damage(entry, number, "the file was truncated after it was opened")
         if xxhash.xxh3_64_intdigest(target.data) != chunk.checksum:
             raise self._damage(entry, number, "its bytes do not match their checksum")
-        return target
+
+    def _damage_of(self, chunk: tuple[Entry, int]) -> CorruptFileError | None:
+        """Return the damage of a chunk, or None."""
+        entry, number = chunk
+        try:
+            if entry.codec.needs_reference:
+                self._read_chunk(entry, number, np.empty(entry.chunks[number].length, np.uint8))
+            else:
+                _, shape = entry.grid.part(number)
+                self._decode(entry, number, entry.codec, np.empty(shape, entry.dtype))
+        except CorruptFileError as error:
+            return error
+        return None
 
     def _damage(self, entry: Entry, number: int, reason: str) -> CorruptFileError:
         return CorruptFileError(
             f"{self.path}: entry {entry.name!r} is damaged in chunk {number + 1} of {len(entry.chunks)}: {reason}"
         )
 
-    def _pread_into(self, target: NDArray[np.uint8], offset: int) -> int:
+    def _read_bytes(self, offset: int, length: int) -> bytes:
+        target = np.empty(length, np.uint8)
+        if self._read_at(offset, target) != length:
+            raise CorruptFileError("the file was truncated while it was opened")
+        return target.tobytes()
+
+    def _read_at(self, offset: int, target: NDArray[np.uint8]) -> int:
+        """Fill `target` from a position of the file; returns how many bytes there were. Nothing else reads the file."""
+        file = self._file
+        if file is None:
+            raise ValueError(f"{self.path}: the container is closed")
         view = target.data
         done = 0
-        with self._reading() as descriptor:
+        try:
+            # The kernel may return less than it was asked for.
             while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], offset + done)
+                count = os.preadv(file.descriptor, [view[done:]], offset + done)
                 if count == 0:
                     break
                 done += count
+        finally:
+            # The traceback of an error must not keep the file open.
+            del file
         return done
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[int]:
-        """Hold the file open: a close from another thread takes effect after the last read."""
-        with self._lock:
-            if self._descriptor is None:
-                raise ValueError(f"{self.path}: the container is closed")
-            descriptor = self._descriptor
-            self._readers += 1
-        try:
-            yield descriptor
-        finally:
-            with self._lock:
-                self._readers -= 1
-                last = not self._readers
-            if last and self._is_closed():
-                os.close(descriptor)
 
-    def _is_closed(self) -> bool:
-        return self._descriptor is None
+class _OpenFile:
+    """A file descriptor that is closed when the last reference to this object is gone.
 
-    def _pread(self, length: int, offset: int) -> bytes:
-        target = np.empty(length, np.uint8)
-        if self._pread_into(target, offset) != length:
-            raise CorruptFileError("the file is cut off")
-        return target.tobytes()
+    A container may be closed while another thread reads: the descriptor stays valid until that read is done. Counting
+    readers under a lock would do the same, but a child that is forked at the wrong moment would find the lock taken.
+    """
 
-    def _read_index(self) -> Index:
-        assert self._descriptor is not None  # noqa: S101
-        status = os.fstat(self._descriptor)
-        if stat.S_ISDIR(status.st_mode):
-            raise CorruptFileError("is a folder, expected a file")
-        if not stat.S_ISREG(status.st_mode):
-            raise CorruptFileError("is not a regular file")
-        self._file_bytes = size = status.st_size
-        header = self._pread(min(_HEADER.size, size), 0)
-        if header[: len(MAGIC)] != MAGIC:
-            raise CorruptFileError("is not a Slipstream container" if header else "is empty")
-        if size < _HEADER.size + _FOOTER.size:
-            raise CorruptFileError("the file is cut off")
-        _, version, reserved = _HEADER.unpack(header)
-        if version != VERSION:
-            raise FormatVersionError(f"has format version {version}, this release reads version {VERSION}")
-        footer = self._pread(_FOOTER.size, size - _FOOTER.size)
-        offset, length, checksum, footer_checksum, magic = _FOOTER.unpack(footer)
-        if magic != END_MAGIC:
-            raise CorruptFileError("the file is cut off, or was added to: its footer is not at its end")
-        if reserved or xxhash.xxh3_64_intdigest(header + footer[:24]) != footer_checksum:
-            raise CorruptFileError("header or footer do not match their checksum")
-        if offset < _HEADER.size or offset + length + _FOOTER.size != size or length > MAX_INDEX_BYTES:
-            raise CorruptFileError("the footer does not fit the file")
-        text = self._pread(length, offset)
-        self._index_checksum = checksum
-        if xxhash.xxh3_64_intdigest(text) != checksum:
-            raise CorruptFileError("the index does not match its checksum")
-        return Index.parse(text, _HEADER.size, offset)
+    __slots__ = ("_close", "descriptor")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        # Kept here, because modules may be gone when the interpreter shuts down.
+        self._close = os.close
+
+    def __del__(self) -> None:
+        self._close(self.descriptor)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Elements of an entry to decode into memory.
+
+    Attributes:
+        entry: The entry.
+        first: Number of the first element in the flat array.
+        out: Flat memory for the elements.
+        references: What the chunks are stored against.
+    """
+
+    entry: Entry
+    first: int
+    out: NDArray[Any]
+    references: ChunkReferences
+
+    def chunk_numbers(self) -> range:
+        """Return the chunks that contain the elements."""
+        if not self.out.size:
+            return range(0)
+        grid = self.entry.grid
+        last = self.first + self.out.size - 1
+        return range(grid.number_of(self.first), grid.number_of(last) + 1)
+
+
+def _locate_rows(entry: Entry, rows: slice) -> tuple[int, tuple[int, ...]]:
+    """Return the number of the first element of some rows, and the shape of these rows."""
+    if not entry.shape or rows.step not in (None, 1):
+        raise ValueError(f"cannot read {rows} of entry {entry.name!r}, which has shape {list(entry.shape)}")
+    start, stop, _ = rows.indices(entry.shape[0])
+    row_shape = entry.shape[1:]
+    return start * math.prod(row_shape), (max(0, stop - start), *row_shape)
+
+
+def _check_out(out: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Raise `CodecError` unless an array of this dtype and shape can be decoded into `out`."""
+    fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape
+    if not fits or not out.flags.c_contiguous or not out.flags.writeable:
+        raise CodecError(
+            f"out is {out.dtype}{list(out.shape)}, expected a contiguous, writable array {dtype}{list(shape)}"
+        )
+
+
+def _without_overlap(entry: Entry, reference: Reference | None, out: NDArray[Any]) -> Reference | None:
+    """Copy a reference that overlaps `out`, unless they are the same memory: each chunk replaces its own part then."""
+    if not isinstance(reference, np.ndarray):
+        return reference
+    reference = check_reference(reference, entry.dtype, entry.shape)
+    if np.may_share_memory(out, reference) and out.ctypes.data != reference.ctypes.data:
+        return reference.copy()
+    return reference
 
 
 def _reopen(path: Path, max_entry_bytes: int | None) -> Container:
+    """Open a container again; how a pickled one is loaded."""
     return Container(path, max_entry_bytes=max_entry_bytes)

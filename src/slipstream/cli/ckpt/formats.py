@@ -54,7 +54,7 @@ def find_format(path: Path) -> Format:
 
 def is_native(path: Path) -> bool:
     """Tell a native checkpoint from those of other formats, without torch."""
-    from slipstream.store.container import MAGIC
+    from slipstream.store.header import MAGIC
 
     with open_regular(path) as file:
         return file.read(len(MAGIC)) == MAGIC

@@ -21,7 +21,7 @@ from slipstream.rollout.compressed import CompressedTensorDict
 from slipstream.rollout.files import RolloutFile, codec_for, zstd_level
 from slipstream.rollout.layout import Field, Layout, Rollout
 from slipstream.rollout.storage import RolloutStorage
-from slipstream.store.container import DEFAULT_CHUNK_BYTES
+from slipstream.store.writer import DEFAULT_CHUNK_BYTES
 from slipstream.threads import default_threads, parallel_map
 
 if TYPE_CHECKING:

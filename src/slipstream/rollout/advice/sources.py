@@ -20,7 +20,7 @@ from slipstream.rollout.batch import BatchFile
 from slipstream.rollout.compressed import CompressedTensorDict
 from slipstream.rollout.layout import Key
 from slipstream.schema.dtypes import DTYPES, dtype_name
-from slipstream.store.container import MAGIC
+from slipstream.store.header import MAGIC
 from slipstream.store.local import open_regular
 from slipstream.tensors import TORCH, import_tensordict
 from slipstream.trajectory import NEXT

@@ -1,0 +1,64 @@
+"""What an entry is stored against: a whole array, or a function that makes parts of it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.codecs import Codec
+from slipstream.errors import CodecError
+
+Reference = NDArray[Any] | Callable[[int, int], NDArray[Any]]
+"""An array of the entry's dtype and shape, or a function that returns its elements `start` to `stop` in C order."""
+
+
+class ChunkReferences:
+    """The parts of a reference that belong to the chunks of an entry. Thread-safe if the function is.
+
+    Args:
+        reference: The reference, or None if there is none.
+        dtype: Dtype of the entry.
+        shape: Shape of the entry.
+
+    Raises:
+        CodecError: If the reference is an array of another dtype or shape.
+    """
+
+    def __init__(self, reference: Reference | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._make: Callable[[int, int], NDArray[Any]] | None = None
+        if callable(reference):
+            self._make = reference
+        elif reference is not None:
+            self._make = functools.partial(_slice, check_reference(reference, dtype, shape).reshape(-1))
+
+    def bind(self, codec: Codec, start: int, shape: tuple[int, ...]) -> Codec:
+        """Return the codec for one chunk: with its part of the reference if it needs one and there is one.
+
+        Args:
+            codec: The codec of the entry.
+            start: Number of the chunk's first element in the flat array.
+            shape: Shape of the chunk.
+        """
+        if self._make is None or not codec.needs_reference:
+            return codec
+        part = self._make(start, start + math.prod(shape))
+        return codec.against(part.reshape(shape))
+
+
+def _slice(flat: NDArray[Any], start: int, stop: int) -> NDArray[Any]:
+    return flat[start:stop]
+
+
+def check_reference(reference: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return `reference` as an array; raise `CodecError` unless it has this dtype and shape."""
+    reference = np.asarray(reference)
+    if reference.dtype != dtype or reference.shape != shape:
+        raise CodecError(
+            f"reference is {reference.dtype}{list(reference.shape)}, the array is {dtype}{list(shape)}: they must match"
+        )
+    return reference
