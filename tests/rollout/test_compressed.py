@@ -244,7 +244,7 @@ def test_mistakes_with_keys_are_heard_of_at_once(make_rollout):
         packed.select("nothing")
     with pytest.raises(KeyError, match="'action/x' cannot be set: 'action' is a tensor"):
         packed.set(("action", "x"), torch.zeros(6, 8))
-    with pytest.raises(TypeError, match="has to be a tensor"):
+    with pytest.raises(TypeError, match="sub is a TensorDict, expected a tensor"):
         packed.set("sub", TensorDict({}, [6, 8]))
     with pytest.raises(TypeError, match="is not a key"):
         packed[torch.arange(2)] = torch.zeros(6, 8)  # type: ignore[index]

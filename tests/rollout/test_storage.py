@@ -180,7 +180,7 @@ def test_a_file_deleted_under_our_feet_is_left_out_and_logged(tmp_path, make_rol
             seen.append(number)
             storage.path(1).unlink(missing_ok=True)
     assert seen == [0, 2]
-    assert "iteration 1 was deleted" in caplog.text
+    assert "skipped the rollout of iteration 1, which was deleted" in caplog.text
 
 
 def test_a_damaged_file_is_named(tmp_path, make_rollout):

@@ -1,7 +1,7 @@
 """`CompressedTensorDict`: a rollout that stays packed in memory and is decoded where a minibatch touches it.
 
-Each array is packed in groups of environments. Reading some steps decodes the groups they are in, keeps the last few of
-them in a bounded cache, and gathers the steps from there. Values are those of the batch it was made from, bit for bit.
+Each array is packed in groups of environments. Reading some steps decodes their groups, keeps recent ones in a bounded
+cache, and gathers the steps from there. Values are those of the original batch, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from slipstream.trajectory import exception_numbers, gather_next
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
+# Size of a group of the largest array: reading a single step decodes that much.
 _GROUP_BYTES = 512 << 10
+# An array that does not shrink below this share stays raw: decoding it would cost more than its memory.
 _WORTHWHILE = 0.9
+# Arrays below this share of the batch stay raw.
 _SMALL = 1 / 32
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """An array ``[environment, step, ...]`` in pieces of some environments each."""
+    """An array ``[environment, step, ...]``, encoded in groups of environments."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -58,11 +61,12 @@ class _Packed:
 
 
 class _Cache:
-    """Decoded groups, the least recently used of which go when there are too many bytes."""
+    """An LRU cache of decoded groups, bounded in bytes. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.hits = self.misses = 0
+        self.hits = 0
+        self.misses = 0
         self._groups: OrderedDict[tuple[str, int], NDArray[Any]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -75,6 +79,7 @@ class _Cache:
                 self.hits += 1
                 return found
             self.misses += 1
+        # Decode without the lock. Two threads may decode the same group; the first result is kept.
         array = packed.decode(number)
         with self._lock:
             if array.nbytes <= self.max_bytes and (name, number) not in self._groups:
@@ -94,7 +99,7 @@ class _Cache:
 
 @dataclass
 class _Content:
-    """What the views of a compressed rollout share."""
+    """The data that all views of a compressed rollout share."""
 
     layout: Layout
     packed: dict[str, _Packed]
@@ -108,17 +113,17 @@ class CompressedTensorDict:
     """A rollout packed in memory that reads like a TensorDict.
 
     ``td[key]``, ``td[index]``, ``reshape(-1)``, ``keys(True, True)``, ``select``, ``to(device)`` and ``set`` work as
-    on a TensorDict; what they return are ordinary tensors and TensorDicts, in memory of their own. What was set after
-    packing (advantages, returns) is kept as it is. Anything else that a TensorDict can do: `to_tensordict`.
+    on a TensorDict and return ordinary tensors and TensorDicts in new memory. Tensors set after packing (advantages,
+    returns) stay raw. For everything else that a TensorDict can do, use `to_tensordict`. Threads may read concurrently.
 
     Args:
-        tensordict: A TensorDict of shape ``[environment, time, ...]``; it is copied, and may be reused.
-        compress_keys: Nested keys, or first parts of some, to pack; by default those that are worth it: a thirty-second
-            of the batch or more, and smaller by a tenth at least. Others are kept as they are.
+        tensordict: A TensorDict of shape ``[environment, time, ...]``; it is copied and may be reused.
+        compress_keys: Nested keys to pack, and everything below them. By default keys that take at least 1/32 of the
+            batch and shrink by at least a tenth. Other keys stay raw.
         compression_level: 0 to 12; up to 9 is fast.
-        cache_bytes: How much decoded data to keep for the next minibatch; by default a sixteenth of the batch.
-        group_envs: How many environments to pack together: the least that is decoded at once.
-        verify: Whether to decode everything once and compare: a fault of a codec is an error then, not wrong data.
+        cache_bytes: Bytes of decoded data to keep for the next minibatch; by default 1/16 of the batch.
+        group_envs: Number of environments that are packed, and later decoded, together.
+        verify: Whether to decode everything once and compare, so that a codec fault is an error, not wrong data.
 
     Example:
         >>> import torch
@@ -164,10 +169,14 @@ class CompressedTensorDict:
                 raw[name] = array
             else:
                 packed[name] = candidate
-        size = layout.raw_bytes // 16 if cache_bytes is None else cache_bytes
-        masks = {field.mask for field in layout.fields if field.mask is not None}
-        exceptions = {name: exception_numbers(raw.pop(name)) for name in masks}
-        self._content = _Content(layout, packed, raw, _Cache(size), group, exceptions)
+        if cache_bytes is None:
+            cache_bytes = layout.raw_bytes // 16
+        # Minibatches look exceptions up by step, so keep row numbers instead of masks.
+        exceptions: dict[str, NDArray[np.int32]] = {}
+        for field in layout.fields:
+            if field.mask is not None and field.mask not in exceptions:
+                exceptions[field.mask] = exception_numbers(raw.pop(field.mask))
+        self._content = _Content(layout, packed, raw, _Cache(cache_bytes), group, exceptions)
         self._batch_size = torch.Size(layout.batch_size)
         self._fields: dict[Key, Field | torch.Tensor] = {item.key: item for item in layout.fields}
         self._device: torch.device | None = None
@@ -181,17 +190,17 @@ class CompressedTensorDict:
 
     @property
     def device(self) -> torch.device | None:
-        """Where what is read goes; None for the CPU, without a device set."""
+        """The device of what is read; None means the CPU, and TensorDicts without a device."""
         return self._device
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """Number of axes."""
         return len(self._batch_size)
 
     @property
     def nbytes(self) -> int:
-        """How much memory it takes, packed and raw, without the cache."""
+        """Size in memory, packed and raw, without the cache."""
         content = self._content
         added = sum(field.nbytes for field in self._fields.values() if isinstance(field, torch.Tensor))
         raw = sum(array.nbytes for array in content.raw.values())
@@ -210,7 +219,7 @@ class CompressedTensorDict:
         }
 
     def numel(self) -> int:
-        """Return how many steps there are."""
+        """Return the number of steps."""
         return math.prod(self._batch_size)
 
     def __len__(self) -> int:
@@ -228,12 +237,12 @@ class CompressedTensorDict:
         return list(found)
 
     def items(self, include_nested: bool = False, leaves_only: bool = False) -> Iterator[tuple[Any, Any]]:
-        """Yield keys and what they hold, decoded one after the other."""
+        """Yield keys and their decoded values, one by one."""
         for key in self.keys(include_nested, leaves_only):
             yield key, self[key]
 
     def get(self, key: str | Key, default: Any = KeyError) -> Any:
-        """Return a tensor, or a TensorDict of those under a key, decoded."""
+        """Return a tensor, or a TensorDict of the tensors below a key, decoded."""
         path = _path(key)
         below = [name for name in self._fields if name[: len(path)] == path]
         if not below:
@@ -256,7 +265,7 @@ class CompressedTensorDict:
         return self._steps(numbers)
 
     def __contains__(self, key: str | Key) -> bool:
-        """Tell whether there is anything under a key."""
+        """Return whether there is anything under a key."""
         path = _path(key)
         return any(name[: len(path)] == path for name in self._fields)
 
@@ -265,9 +274,9 @@ class CompressedTensorDict:
         return (self[index] for index in range(len(self)))
 
     def set(self, key: str | Key, value: torch.Tensor) -> Self:
-        """Keep a tensor under a key, as it is, in place of what is there; other views of the rollout do not see it."""
+        """Set a tensor, which stays raw and is not copied. Other views of the rollout do not see it."""
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{key} is a {type(value).__name__}: what is set has to be a tensor")
+            raise TypeError(f"{key} is a {type(value).__name__}, expected a tensor")
         if value.shape[: self.ndim] != self._batch_size:
             raise ValueError(f"{key} has shape {list(value.shape)}, expected it to begin with {list(self._batch_size)}")
         path = _path(key)
@@ -279,11 +288,11 @@ class CompressedTensorDict:
         return self
 
     def __setitem__(self, key: str | Key, value: torch.Tensor) -> None:
-        """Keep a tensor under a key; see `set`."""
+        """Set a tensor; see `set`."""
         self.set(key, value)
 
     def select(self, *keys: str | Key) -> CompressedTensorDict:
-        """Return one with some of the keys only; it shares what is packed."""
+        """Return a view with only some of the keys; it shares the packed data."""
         paths = [_path(key) for key in keys]
         for path in paths:
             if path not in self:
@@ -291,12 +300,12 @@ class CompressedTensorDict:
         return self._with({k: v for k, v in self._fields.items() if any(k[: len(path)] == path for path in paths)})
 
     def exclude(self, *keys: str | Key) -> CompressedTensorDict:
-        """Return one without some of the keys; it shares what is packed."""
+        """Return a view without some of the keys; it shares the packed data."""
         paths = [_path(key) for key in keys]
         return self._with({k: v for k, v in self._fields.items() if all(k[: len(path)] != path for path in paths)})
 
     def reshape(self, *shape: Any) -> CompressedTensorDict:
-        """Return one of another shape; it shares what is packed."""
+        """Return a view of another shape; it shares the packed data."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         other = self._with(self._fields)
         other._batch_size = torch.empty(self._batch_size, device="meta").reshape(sizes).shape
@@ -305,7 +314,7 @@ class CompressedTensorDict:
     view = reshape
 
     def to(self, device: str | torch.device) -> CompressedTensorDict:
-        """Return one whose steps are read to a device; what is packed stays in the memory of the host."""
+        """Return a view whose steps are moved to a device when they are read. Packed data stays on the host."""
         other = self._with(self._fields)
         other._device = torch.device(device)
         return other
@@ -317,22 +326,25 @@ class CompressedTensorDict:
     def minibatches(
         self, num_minibatches: int, *, window: int = 4, generator: torch.Generator | None = None
     ) -> Iterator[TensorDictBase]:
-        """Yield every step once, shuffled, in minibatches whose decoding costs about one pass over the rollout.
+        """Yield every step once, shuffled, in minibatches that together decode the rollout about once.
 
         Args:
-            num_minibatches: How many.
-            window: Of how many groups of environments the steps of a minibatch are mixed; see `grouped_indices`.
-            generator: Where the order comes from; torch's own by default.
+            num_minibatches: Number of minibatches.
+            window: Number of groups of environments whose steps are mixed; see `grouped_indices`.
+            generator: Draws the order; torch's default generator if None.
         """
-        layout, flat = self._content.layout, self.reshape(-1)
-        sizes = (layout.num_envs, layout.num_steps, num_minibatches, self._content.group)
-        for index in grouped_indices(*sizes, window, generator):
+        layout = self._content.layout
+        flat = self.reshape(-1)
+        group = self._content.group
+        for index in grouped_indices(layout.num_envs, layout.num_steps, num_minibatches, group, window, generator):
             yield flat[index]
 
     def _with(self, fields: dict[Key, Field | torch.Tensor]) -> CompressedTensorDict:
         other = object.__new__(CompressedTensorDict)
-        other._content, other._fields = self._content, dict(fields)
-        other._batch_size, other._device = self._batch_size, self._device
+        other._content = self._content
+        other._fields = dict(fields)
+        other._batch_size = self._batch_size
+        other._device = self._device
         return other
 
     def _out(self, value: Any) -> Any:
@@ -410,7 +422,8 @@ def _picks(numbers: NDArray[Any] | None, num_envs: int, num_steps: int, group: i
     number, inside = np.divmod(env, group)
     order = np.argsort(number, kind="stable")
     ends = (np.flatnonzero(np.diff(number[order], append=-1)) + 1).tolist() if order.size else []
-    picks, start = [], 0
+    picks = []
+    start = 0
     for end in ends:
         position = order[start:end]
         picks.append(_Pick(int(number[position[0]]), inside[position], step[position], position))
@@ -428,17 +441,17 @@ def grouped_indices(
 ) -> Iterator[torch.Tensor]:
     """Yield the numbers of all steps once, shuffled, in equal minibatches that each touch few groups of environments.
 
-    Groups come in random order; the steps of `window` groups at a time are mixed. A window as large as all groups is an
-    ordinary shuffle, a window of 1 decodes least and mixes least. Steps that do not fill a minibatch are left out, as
-    NavRL and most others do.
+    Groups come in random order, and the steps of `window` consecutive groups are mixed. A window of all groups is an
+    ordinary shuffle; a window of 1 decodes and mixes least. Steps that do not fill a minibatch are left out, as NavRL
+    does.
 
     Args:
-        num_envs: How many environments there are.
-        num_steps: How many steps of each; step ``t`` of environment ``e`` has the number ``e * num_steps + t``.
-        num_minibatches: How many minibatches to make.
-        group_envs: How many environments are packed together.
-        window: How many groups are mixed at a time.
-        generator: Where the order comes from; torch's own by default.
+        num_envs: Number of environments.
+        num_steps: Number of steps of each; step ``t`` of environment ``e`` has the number ``e * num_steps + t``.
+        num_minibatches: Number of minibatches.
+        group_envs: Number of environments that are packed together.
+        window: Number of groups that are mixed.
+        generator: Draws the order; torch's default generator if None.
     """
     size = num_envs * num_steps // num_minibatches if num_minibatches > 0 else 0
     if size < 1 or window < 1 or group_envs < 1:

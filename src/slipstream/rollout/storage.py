@@ -1,11 +1,10 @@
-"""`RolloutStorage`: selected rollouts kept on disk, written while training goes on."""
+"""`RolloutStorage`: selected rollouts on disk, written in the background."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import operator
 import os
 import re
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from slipstream.checks import require_count
 from slipstream.codecs import Codec
 from slipstream.rollout.batch import BatchFile, split_batch
 from slipstream.rollout.files import SUFFIX, write_rollout, zstd_level
@@ -36,18 +36,18 @@ _NAME = re.compile(r"rollout_(\d{6,})\.slip")
 
 
 class RolloutStorage:
-    """A folder of rollouts, each packed into a file of its own.
+    """A folder of rollouts, one file each.
 
-    `save` copies the batch and returns; packing, checking and writing happen in the background, durably and atomically.
-    The caller may reuse the batch at once. An error in the background reaches the next call, `flush` and `close`.
-    Normal exit, ``sys.exit``, SIGTERM and Ctrl-C write what is queued before the process ends.
+    `save` copies the batch and returns. Encoding, verifying and writing happen in the background, atomically and
+    durably, so the caller may reuse the batch immediately. An error in the background is raised by the next call of
+    `save`, `flush` or `close`. Normal exit, ``sys.exit``, SIGTERM and Ctrl-C write queued rollouts before the process
+    ends. Thread-safe.
 
     Args:
-        save_dir: The folder; it is made if need be.
+        save_dir: The folder; created if it does not exist.
         compression_level: 0 to 12; up to 9 is fast.
-        keep_last: Keep the so many that were saved last; all by default.
-        max_bytes: Delete those that were saved first while all together are larger than this; the last one stays in any
-            case.
+        keep_last: Keep the N rollouts that were saved last; all by default.
+        max_bytes: Delete the oldest rollouts while the folder is larger than this. The newest is never deleted.
         max_queue_size: How many rollouts may be waiting or being written.
         policy: When the queue is full: ``block`` until there is room, ``skip_oldest``, or ``raise``.
 
@@ -71,13 +71,15 @@ class RolloutStorage:
         max_queue_size: int = 2,
         policy: Policy = "block",
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("max_bytes", max_bytes)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} is {value}, expected a whole number from 1 up")
+        if keep_last is not None:
+            keep_last = require_count("keep_last", keep_last)
+        if max_bytes is not None:
+            max_bytes = require_count("max_bytes", max_bytes)
         self._level = zstd_level(compression_level)
         self.folder = Path(save_dir)
         make_folder(self.folder)
-        self.keep_last, self.max_bytes = keep_last, max_bytes
+        self.keep_last = keep_last
+        self.max_bytes = max_bytes
         self._worker = Worker(max_queue_size, policy, name="RolloutStorage")
         self._lock = threading.Lock()
         self._pending: dict[int, Handle[Path]] = {}
@@ -86,43 +88,51 @@ class RolloutStorage:
         self._stats = {"save_count": 0, "raw_bytes": 0, "stored_bytes": 0, "call_s": 0.0, "write_s": 0.0}
 
     def save(self, data: TensorDictBase, iteration: int, *, overwrite: bool = False, metadata: Any = None) -> Path:
-        """Save a rollout in the background; returns the path that it will have.
+        """Save a rollout in the background.
+
+        Blocks while the batch is copied, and while the queue is full if the policy says so.
 
         Args:
-            data: A TensorDict of shape ``[environment, time, ...]``; it is copied before this returns.
-            iteration: Which one it is.
-            overwrite: Whether a rollout of the same iteration may be replaced.
-            metadata: A JSON value to be kept with it.
+            data: A TensorDict of shape ``[environment, time, ...]``; copied before this returns.
+            iteration: The iteration that collected it.
+            overwrite: Whether to replace a rollout of the same iteration.
+            metadata: A JSON value to store with it.
+
+        Returns:
+            The path that the file will have.
 
         Raises:
-            FileExistsError: If there is one of that iteration already.
-            RolloutError: If `data` is not a rollout; nothing is written then.
-            BackgroundError: If an earlier save failed and nobody has heard of it.
+            FileExistsError: If that iteration has a rollout already.
+            RolloutError: If `data` is not a rollout; nothing is written.
+            BackgroundError: If an earlier save failed and its error was not retrieved.
         """
         start = time.perf_counter()
-        if isinstance(iteration, bool) or not hasattr(iteration, "__index__") or iteration < 0:
-            raise ValueError(f"iteration is {iteration!r}, expected a whole number from 0 up")
-        iteration = operator.index(iteration)
+        iteration = require_count("iteration", iteration, least=0)
         path = self.path(iteration)
+        # A copy as JSON: the caller may change the metadata, and a value that JSON cannot hold fails here.
         values = json.loads(json.dumps({"iteration": iteration, "metadata": metadata, "time": time.time()}))
         with self._reserved(iteration, path, overwrite=overwrite), self._worker.room(str(path)) as put:
             rollout = split_batch(data)
             handle = put(self._write, rollout, path, values)
             with self._lock:
-                self._pending = {number: other for number, other in self._pending.items() if not other.done()}
+                self._forget_finished()
                 self._pending[iteration] = handle
                 self._stats["call_s"] += time.perf_counter() - start
         return path
 
     def path(self, iteration: int) -> Path:
-        """Return where the rollout of an iteration is or would be."""
+        """Return the path of an iteration's rollout, whether it exists or not."""
         return self.folder / f"rollout_{iteration:06d}{SUFFIX}"
 
     def iterations(self) -> list[int]:
         """Return the iterations that have a rollout on disk, in order."""
-        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        numbers = (int(match[1]) for match in found if match)
-        return sorted({number for number in numbers if self.path(number).exists()})  # not those with a zero too many
+        numbers = set()
+        for path in self.folder.iterdir():
+            match = _NAME.fullmatch(path.name)
+            # A name with extra zeros is not one that `path` returns.
+            if match and path.name == self.path(int(match[1])).name:
+                numbers.add(int(match[1]))
+        return sorted(numbers)
 
     def load(
         self,
@@ -133,12 +143,12 @@ class RolloutStorage:
         envs: slice | None = None,
         steps: slice | None = None,
     ) -> TensorDictBase:
-        """Load a rollout, or a part of it; waits for its save if that is under way. See `load_rollout`."""
+        """Load a rollout, or a part of it; see `load_rollout`. Blocks until a pending save of it is complete."""
         with self.open(iteration) as file:
             return file.load(device, keys=keys, envs=envs, steps=steps)
 
     def open(self, iteration: int) -> BatchFile:
-        """Open a rollout, to look at it or to read parts of it one after another."""
+        """Open a rollout, to inspect it or to read several parts. Blocks until a pending save of it is complete."""
         with self._lock:
             pending = self._pending.get(iteration)
         if pending is not None:
@@ -148,37 +158,42 @@ class RolloutStorage:
             return BatchFile(path)
         except FileNotFoundError:
             known = self.iterations()
-            hint = f"there are {len(known)}, {known[0]} to {known[-1]}" if known else "there is none"
+            hint = "there is none"
+            if known:
+                hint = f"there are {len(known)}, {known[0]} to {known[-1]}"
             raise FileNotFoundError(2, f"no rollout of iteration {iteration}: {hint}", str(path)) from None
 
     def __iter__(self) -> Iterator[tuple[int, TensorDictBase]]:
-        """Yield every iteration and its rollout, in order; one that is deleted meanwhile is left out and logged."""
+        """Yield every iteration and its rollout, in order. Skips and logs rollouts that are deleted meanwhile."""
         self.flush()
         for iteration in self.iterations():
             try:
                 rollout = self.load(iteration)
             except FileNotFoundError:
-                logger.warning("%s: the rollout of iteration %d was deleted meanwhile", self.folder, iteration)
+                logger.warning("%s: skipped the rollout of iteration %d, which was deleted", self.folder, iteration)
                 continue
             yield iteration, rollout
 
     def __len__(self) -> int:
-        """Return how many rollouts are on disk."""
+        """Return the number of rollouts on disk."""
         return len(self.iterations())
 
     def get_stats(self) -> dict[str, float]:
         """Return ``save_count, raw_bytes, stored_bytes, compression_ratio``, and seconds in calls and in writing."""
         with self._lock:
             stats = dict(self._stats)
-        stats["compression_ratio"] = stats["raw_bytes"] / stats["stored_bytes"] if stats["stored_bytes"] else 1.0
-        return {**stats, "queue_size": self._worker.queue_size}
+        stats["compression_ratio"] = 1.0
+        if stats["stored_bytes"]:
+            stats["compression_ratio"] = stats["raw_bytes"] / stats["stored_bytes"]
+        stats["queue_size"] = self._worker.queue_size
+        return stats
 
     def flush(self, timeout: float | None = None) -> None:
-        """Block until every save so far is durable; raises `BackgroundError` if one failed unheard."""
+        """Block until every save so far is durable; raises `BackgroundError` if one failed."""
         self._worker.flush(timeout)
 
     def close(self, timeout: float | None = 60) -> None:
-        """Write what is queued, then take no more."""
+        """Write queued rollouts, then refuse further saves. Idempotent."""
         self._worker.close(timeout)
 
     def __enter__(self) -> Self:
@@ -191,11 +206,12 @@ class RolloutStorage:
 
     @contextlib.contextmanager
     def _reserved(self, iteration: int, path: Path, *, overwrite: bool) -> Iterator[None]:
-        """Keep other threads from saving the same iteration while the block lasts."""
+        """Prevent other threads from saving the same iteration inside the block."""
         with self._lock:
             pending = self._pending.get(iteration)
-            taken = iteration in self._saving or (pending is not None and not pending.done()) or path.exists()
-            if taken and not overwrite:
+            is_pending = pending is not None and not pending.done()
+            is_taken = iteration in self._saving or is_pending or path.exists()
+            if is_taken and not overwrite:
                 message = f"iteration {iteration} is saved already; overwrite=True replaces it"
                 raise FileExistsError(17, message, str(path))
             self._saving.append(iteration)
@@ -205,9 +221,16 @@ class RolloutStorage:
             with self._lock:
                 self._saving.remove(iteration)
 
+    def _forget_finished(self) -> None:
+        """Drop handles of finished saves, which `open` need not wait for. Call with the lock held."""
+        for number, handle in list(self._pending.items()):
+            if handle.done():
+                del self._pending[number]
+
     def _write(self, rollout: Rollout, path: Path, values: dict[str, Any]) -> Path:
         start = time.perf_counter()
-        if self._stats["save_count"] % _SETTLED_FOR == 0:  # rollouts change as the policy learns
+        # Codecs chosen for one rollout serve the next ones, but rollouts change as the policy learns.
+        if self._stats["save_count"] % _SETTLED_FOR == 0:
             self._codecs = {}
         write_rollout(rollout, path, self._level, values, background_threads(), codecs=self._codecs)
         stored = _age_and_size(path)[1]
@@ -220,23 +243,31 @@ class RolloutStorage:
         return path
 
     def _prune(self, newest: Path) -> None:
-        """Delete the rollouts that the limits do not allow, those that were written first before the others.
+        """Delete the oldest rollouts until the limits are met.
 
-        By age, not by number: a run that was resumed from an older checkpoint saves lower numbers than there are.
+        By age, not by iteration: a run resumed from an older checkpoint saves lower iterations than those on disk.
         """
-        paths = [self.path(number) for number in self.iterations()]
-        ages = {path: _age_and_size(path) for path in paths if path != newest}
-        left = [*sorted(ages, key=lambda path: ages[path][0]), newest]
-        ages[newest] = _age_and_size(newest)
-        doomed: list[Path] = []
-        if self.keep_last is not None:
-            doomed, left = left[: -self.keep_last], left[-self.keep_last :]
-        while self.max_bytes is not None and len(left) > 1 and sum(ages[path][1] for path in left) > self.max_bytes:
-            doomed.append(left.pop(0))
-        for path in doomed:
+        found = []
+        for number in self.iterations():
+            path = self.path(number)
+            if path != newest:
+                age, size = _age_and_size(path)
+                found.append((age, size, path))
+        found.sort()
+        found.append((0, _age_and_size(newest)[1], newest))
+        total = sum(size for _, size, _ in found)
+        # The newest is last and never deleted.
+        for position, (_, size, path) in enumerate(found[:-1]):
+            num_left = len(found) - position
+            has_too_many = self.keep_last is not None and num_left > self.keep_last
+            is_too_large = self.max_bytes is not None and total > self.max_bytes
+            if not has_too_many and not is_too_large:
+                break
+            total -= size
             try:
                 path.unlink(missing_ok=True)
-            except OSError as error:  # not ours, or not allowed: no reason to call the save a failure
+            except OSError as error:
+                # Somebody else's file, or no permission: the save itself succeeded.
                 logger.warning("%s: cannot be deleted (%s)", path, error)
 
 
