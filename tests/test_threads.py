@@ -1,16 +1,22 @@
 """Short-lived threads that keep order, bounds and errors."""
 
+import gc
 import threading
-import time
+import weakref
 
 import pytest
 
-from slipstream.threads import parallel_map
+from slipstream.threads import background_threads, default_threads, parallel_map, usable_cores
 
 
 def test_results_come_in_the_order_of_the_items():
+    last_done = threading.Event()
+
     def slow_first(number: int) -> int:
-        time.sleep(0.02 if number == 0 else 0)
+        if number == 0:
+            assert last_done.wait(60)
+        if number == 7:
+            last_done.set()
         return number * number
 
     assert list(parallel_map(slow_first, range(50), threads=4)) == [n * n for n in range(50)]
@@ -18,11 +24,22 @@ def test_results_come_in_the_order_of_the_items():
 
 def test_work_stays_within_two_items_per_thread_of_the_consumer():
     started: list[int] = []
-    results = parallel_map(started.append, range(100), threads=3)
-    next(results)
-    time.sleep(0.05)
-    assert len(started) <= 1 + 2 * 3
+    full = threading.Event()
+
+    def note(number: int) -> int:
+        started.append(number)
+        if number == 6:
+            full.set()
+        return number
+
+    results = parallel_map(note, range(100), threads=3)
+    assert next(results) == 0
+    # One is consumed, six are ahead: the threads now wait, whatever time they get.
+    assert full.wait(60)
+    assert next(results) == 1
+    assert max(started) <= 1 + 2 * 3
     results.close()  # type: ignore[attr-defined]
+    assert max(started) <= 1 + 2 * 3
 
 
 def test_the_first_failure_in_order_is_raised_and_no_thread_stays():
@@ -40,7 +57,7 @@ def test_the_first_failure_in_order_is_raised_and_no_thread_stays():
     assert threading.active_count() == before
 
 
-def test_a_consumer_that_gives_up_leaves_no_thread_behind():
+def test_a_consumer_that_stops_early_leaves_no_thread_behind():
     before = threading.active_count()
     for result in parallel_map(lambda number: number, range(100), threads=4):
         if result == 5:
@@ -48,9 +65,40 @@ def test_a_consumer_that_gives_up_leaves_no_thread_behind():
     assert threading.active_count() == before
 
 
-def test_without_threads_to_be_had_the_caller_does_the_work(monkeypatch):
+def test_if_no_thread_can_be_started_the_caller_does_the_work(monkeypatch):
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert list(parallel_map(lambda number: number + 1, [1, 2, 3], threads=3)) == [2, 3, 4]
+
+
+def test_if_only_some_threads_can_be_started_they_do_all_the_work(monkeypatch):
+    start = threading.Thread.start
+    num_started = 0
+
+    def refuse_the_third(self: threading.Thread) -> None:
+        nonlocal num_started
+        if num_started == 2:
+            raise RuntimeError("can't start new thread")
+        num_started += 1
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_the_third)
+    assert list(parallel_map(lambda number: number + 1, range(20), threads=5)) == list(range(1, 21))
+    assert num_started == 2
+
+
+def test_results_are_not_kept_after_they_are_consumed():
+    class Result:
+        pass
+
+    results = parallel_map(lambda _: Result(), range(6), threads=2)
+    consumed = [weakref.ref(next(results)) for _ in range(6)]
+    gc.collect()
+    assert [reference() for reference in consumed] == [None] * 6
+
+
+def test_thread_counts_are_positive_and_ordered():
+    assert 1 <= background_threads() <= default_threads() <= usable_cores()
+    assert default_threads() <= 8

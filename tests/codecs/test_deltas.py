@@ -1,4 +1,4 @@
-"""How arrays over time are laid out: what was written before is read, and what nobody writes is refused."""
+"""How arrays over time are laid out: older payloads are read, and invalid ones refused."""
 
 import numpy as np
 import pytest
@@ -11,19 +11,19 @@ FLOATS, WHOLE = 4, 8
 ARRAY = np.random.default_rng(5).normal(size=(6, 9, 4)).astype(np.float32)
 
 
-def test_plain_steps_are_packed_together_with_time_innermost():
+def test_plain_steps_are_encoded_as_one_array_with_time_innermost():
     moved = np.concatenate([ARRAY[:, 0].reshape(-1), ARRAY[:, 1:].transpose(0, 2, 1).reshape(-1)])
     assert Timewise(mode="plain").encode(ARRAY) == bytes([WHOLE | FLOATS]) + Planes().encode(moved)
 
 
-def test_plain_steps_are_read_where_the_first_is_apart():
+def test_plain_steps_are_read_if_the_first_is_encoded_separately():
     first, later = Planes().encode(ARRAY[:, 0]), Planes().encode(ARRAY[:, 1:].transpose(0, 2, 1))
     back = decode(Timewise(), bytes([FLOATS]) + first + later, ARRAY)
     assert back.tobytes() == ARRAY.tobytes()
 
 
 @pytest.mark.parametrize("mode", [WHOLE | 1, WHOLE | 2, WHOLE | 3, 16, 255])
-def test_a_mode_that_no_encoder_writes_is_refused(mode):
+def test_an_invalid_mode_is_refused(mode):
     payload = bytearray(Timewise(mode="plain").encode(ARRAY))
     payload[0] = mode
     with pytest.raises(CodecError, match=f"starts with {mode}, which is not a valid mode"):

@@ -1,4 +1,4 @@
-"""How words are cut into planes: lower halves that are noise stay as they are."""
+"""How words are cut into planes: low halves that are noise are stored verbatim."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ WEIGHTS = np.random.default_rng(3).normal(scale=0.02, size=40_000)
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_the_lower_halves_of_weights_are_stored_as_they_are(dtype):
+def test_the_low_halves_of_weights_are_stored_verbatim(dtype):
     array = WEIGHTS.astype(dtype)
     payload = Planes().encode(array)
     words = array.view(f"u{array.itemsize}")
@@ -23,7 +23,7 @@ def test_the_lower_halves_of_weights_are_stored_as_they_are(dtype):
 
 
 @pytest.mark.parametrize("scale", [1, 2**-8, 2**-100])
-def test_numbers_whose_lower_halves_say_something_are_not_halved(scale):
+def test_words_with_compressible_low_halves_are_not_halved(scale):
     array = np.random.default_rng(0).integers(-100, 100, 40_000).astype(np.float32) * np.float32(scale)
     payload = Planes().encode(array)
     assert not payload[0] & HALVED
@@ -32,7 +32,7 @@ def test_numbers_whose_lower_halves_say_something_are_not_halved(scale):
 
 
 @pytest.mark.parametrize("constant", [0xFF, 0xFF00])
-def test_numbers_with_noise_in_half_of_their_lower_halves_are_not_halved(constant):
+def test_words_whose_low_halves_are_noise_in_one_byte_only_are_not_halved(constant):
     words = WEIGHTS.astype(np.float32).view(np.uint32) & ~np.uint32(constant)
     payload = Planes().encode(words.view(np.float32))
     assert not payload[0] & HALVED
@@ -51,7 +51,7 @@ def test_weights_among_zeros_are_halved_too_and_stay_in_order(mask):
 
 
 @pytest.mark.parametrize("apart", [1e-6, 1e-4, 1e-2, 1.0, 100.0])
-def test_differences_of_any_size_come_back(apart):
+def test_differences_of_any_size_are_restored(apart):
     old = WEIGHTS.astype(np.float32)
     new = (WEIGHTS + apart * np.random.default_rng(1).normal(scale=0.02, size=WEIGHTS.size)).astype(np.float32)
     codec = Difference().against(old)
@@ -68,7 +68,7 @@ def test_differences_take_hardly_more_than_their_entropy(bits):
 
 
 @pytest.mark.parametrize("head", [(HALVED | 1, 0, 0), (HALVED | 2, 0, 0), (HALVED, 1, 0), (HALVED, 0, 1), (16, 0, 0)])
-def test_a_block_that_no_encoder_writes_is_refused(head):
+def test_an_invalid_block_header_is_refused(head):
     payload = bytearray(Planes().encode(WEIGHTS))
     payload[:3] = bytes(head)
     with pytest.raises(CodecError, match="block header has flags"):

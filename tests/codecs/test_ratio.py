@@ -40,7 +40,7 @@ def test_planes_comes_near_the_entropy_of_exponent_and_mantissa():
     assert len(Planes().encode(array)) < 1.01 * bound
 
 
-def test_bfloat16_kept_as_uint16_packs_as_floats_when_told_so():
+def test_bfloat16_kept_as_uint16_compresses_better_as_floats():
     bfloat16 = (weights().view(np.uint32) >> 16).astype(np.uint16)
     assert len(Planes(floating=True).encode(bfloat16)) < 0.99 * len(Planes().encode(bfloat16))
     assert len(Planes(floating=True).encode(bfloat16)) < 0.72 * bfloat16.nbytes
@@ -110,7 +110,7 @@ def test_the_codec_that_suits_the_data_is_chosen(array, reference, choice):
     assert isinstance(choose_codec(array, reference), choice)
 
 
-def test_what_moves_steadily_is_packed_along_its_line():
+def test_values_with_constant_velocity_use_linear_differences():
     rng = np.random.default_rng(4)
     start, speed = rng.uniform(-20, 20, (64, 1, 3)), rng.uniform(-0.2, 0.2, (64, 1, 3))
     position = (start + speed * np.arange(32)[:, None]).astype(np.float32)
@@ -128,6 +128,6 @@ def test_a_settled_codec_is_as_good_as_one_that_tries_again():
     assert Timewise().settle(lidar()[:0]) == Timewise()
 
 
-def test_a_mode_that_is_none_is_refused():
+def test_an_unknown_mode_is_refused():
     with pytest.raises(CodecError, match="timewise mode is 'cubic', expected one of plain, xor, ordered, linear"):
         Timewise(mode="cubic")
