@@ -362,9 +362,6 @@ class Prefetcher(Generic[Request, Result]):
 
     def _fail(self, error: BaseException) -> None:
         """Let `take` raise an exception."""
-        if error.__traceback__ is not None:
-            # The first frame is ours. It would keep this object alive as long as the exception.
-            error = error.with_traceback(error.__traceback__.tb_next)
         failure = _Failure(error)
         # Atomic.
         was_busy = self._busy
@@ -373,6 +370,7 @@ class Prefetcher(Generic[Request, Result]):
             self._failure = failure
             if was_busy:
                 del self._orders[0]
+                self._num_ahead -= 1
         self._waiters.wake_all()
 
     def _produce_here(self) -> None:
