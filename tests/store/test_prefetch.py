@@ -93,6 +93,15 @@ def test_no_thread_runs_before_the_first_order(owner):
     prefetcher.stop()
 
 
+def test_an_order_wakes_an_idle_thread(owner):
+    produced = threading.Semaphore(0)
+    prefetcher: Prefetcher[int, None] = Prefetcher(lambda _: produced.release(), owner)
+    for number in range(100):
+        prefetcher.order(number)
+        assert produced.acquire(timeout=PATIENCE_S)
+    prefetcher.stop()
+
+
 def test_taking_what_nobody_ordered_raises_instead_of_waiting_forever(owner):
     prefetcher = Prefetcher(identity, owner)
     with pytest.raises(NothingOrderedError, match="call order"):
