@@ -192,7 +192,7 @@ class Notifier:
                 return True
             if deadline is None:
                 turn.acquire()
-            elif not turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            elif not turn.acquire(timeout=_seconds_until(deadline)):
                 self._forget(turn)
                 return bool(is_ready())
         return True
@@ -210,3 +210,8 @@ class Notifier:
         # A ValueError means that another thread has removed it already.
         with contextlib.suppress(ValueError):
             self._waiting.remove(turn)
+
+
+def _seconds_until(deadline: float) -> float:
+    """Return a timeout that a lock accepts: it refuses negative and very large ones."""
+    return min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from slipstream.store.prefetch import NothingOrderedError, Prefetcher
-from slipstream.store.waiters import Waiters, deadline_after
 
 PATIENCE_S = 60.0  # for what happens soon, on any machine
 NAME = "slipstream-prefetch"
@@ -601,17 +600,6 @@ def test_one_thread_is_enough(owner, monkeypatch):
     prefetcher.order(None)
     assert prefetcher.take() != threading.get_ident()
     assert prefetcher.stop()
-
-
-# Waiting.
-
-
-def test_waiting_ends_at_the_deadline_and_leaves_nothing_behind():
-    waiters = Waiters()
-    for _ in range(100):
-        assert not waiters.wait_for(lambda: False, deadline_after(0.0))
-    assert not waiters.wait_for(lambda: False, deadline_after(-1.0))
-    waiters.wake_all()
 
 
 # Against a model.

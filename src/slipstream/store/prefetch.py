@@ -8,7 +8,7 @@ garbage collector may call `stop` in the middle of any method. A lock that is he
 make its holder wait for itself. So state changes in sections marked *atomic*: only their last statement may be a call,
 and they create no containers. CPython (with the GIL) switches threads, runs signal handlers and collects garbage only
 at calls, at the end of loop bodies and when it creates a container, so nothing can interrupt such a section. Threads
-that have to wait use `Waiters`.
+that have to wait use `Notifier`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import functools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from slipstream.store.waiters import Waiters, deadline_after
+from slipstream.threads import Notifier
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Prefetcher(Generic[Request, Result]):
         self._failure: _Failure | None = None
         self._pausers: list[int] = []  # the thread of every pause
         self._run: _Run | None = None  # None while no thread produces
-        self._waiters = Waiters()
+        self._changed = Notifier()
         self._has_warned = False
         _prefetchers[id(self)] = self
         # At exit, `_stop_all` waits for the result in progress, whatever `drop_wait_s` is.
@@ -132,7 +133,7 @@ class Prefetcher(Generic[Request, Result]):
             self._orders.append(request)
         if self._failure is None and not self._pausers:
             self._start()
-        self._waiters.wake_all()
+        self._changed.notify_all()
 
     def take(self, timeout_s: float | None = None) -> Result:
         """Return the next result; blocks until it is ready.
@@ -146,9 +147,9 @@ class Prefetcher(Generic[Request, Result]):
             RuntimeError: If the result is not ready and this thread has paused production, or is calling `produce`.
             BaseException: The exception of `produce`.
         """
-        deadline = deadline_after(timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         # `order` may have been interrupted after it changed the state and before it woke the thread.
-        self._waiters.wake_all()
+        self._changed.notify_all()
         while True:
             # Read the failure before the results: then it is certain that no result precedes it if there is none.
             failure = self._failure
@@ -163,18 +164,18 @@ class Prefetcher(Generic[Request, Result]):
             self._check_can_wait()
             if not self._start():
                 self._produce_here()
-            elif not self._waiters.wait_for(self._has_news, deadline):
+            elif not self._changed.wait_until(self._has_news, _seconds_until(deadline)):
                 raise TimeoutError(f"no result within {timeout_s} s")
 
     def finish(self) -> None:
         """Block until all orders are finished or `produce` has raised. Raises what `take` raises if it cannot wait."""
-        self._waiters.wake_all()
+        self._changed.notify_all()
         while self._orders and self._failure is None:
             self._check_can_wait()
             if not self._start():
                 self._produce_here()
             else:
-                self._waiters.wait_for(self._has_finished_or_stopped)
+                self._changed.wait_until(self._has_finished_or_stopped)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -187,11 +188,11 @@ class Prefetcher(Generic[Request, Result]):
         this_thread = threading.get_ident()
         try:
             self._pausers.append(this_thread)
-            self._waiters.wait_for(self._is_idle)
+            self._changed.wait_until(self._is_idle)
             yield
         finally:
             self._pausers.remove(this_thread)
-            self._waiters.wake_all()
+            self._changed.notify_all()
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the thread; blocks until the result in progress is done. Idempotent.
@@ -205,16 +206,15 @@ class Prefetcher(Generic[Request, Result]):
         Returns:
             False if the result in progress takes longer. The thread ends when it is done.
         """
-        deadline = deadline_after(timeout_s)
         run = self._run
         if run is None:
             return True
         run.is_stopping = True
-        self._waiters.wake_all()
+        self._changed.notify_all()
         # `produce` may call this, and so may the garbage collector on that thread. Waiting would never end there.
         if run.thread_id == threading.get_ident():
             return True
-        if not self._waiters.wait_for(run.has_ended, deadline):
+        if not self._changed.wait_until(run.has_ended, timeout_s):
             return False
         # The thread has left our code, and all that remains is its entry in `threading`. Limit the wait for that: if
         # the garbage collector calls this inside `threading.enumerate`, then this thread holds a lock that it needs.
@@ -231,7 +231,7 @@ class Prefetcher(Generic[Request, Result]):
         self._orders.clear()
         self._results.clear()
         self._num_ahead = 0
-        self._waiters.wake_all()
+        self._changed.notify_all()
 
     def reset(self, orders: Iterable[Request] = (), results: Iterable[Result] = ()) -> None:
         """Replace all orders and results, and forget an exception of `produce`. Call this while paused or stopped.
@@ -332,7 +332,7 @@ class Prefetcher(Generic[Request, Result]):
             # Atomic.
             run.is_over = True
             self._run = None
-            self._waiters.wake_all()
+            self._changed.notify_all()
 
     def _begin(self, run: _Run) -> bool:
         """Wait for an order and begin it; returns False if the thread has to end."""
@@ -344,7 +344,7 @@ class Prefetcher(Generic[Request, Result]):
             if self._orders and not self._pausers:
                 self._busy = True
                 return True
-            self._waiters.wait_for(has_work)
+            self._changed.wait_until(has_work)
 
     def _produce_next(self, caught: type[BaseException]) -> None:
         """Produce the first order. Returns nothing, so that the thread keeps no result alive while it waits."""
@@ -358,7 +358,7 @@ class Prefetcher(Generic[Request, Result]):
         if self._failure is None:  # otherwise it was abandoned
             del self._orders[0]
             self._results.append(result)
-        self._waiters.wake_all()
+        self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         """Let `take` raise an exception."""
@@ -371,11 +371,11 @@ class Prefetcher(Generic[Request, Result]):
             if was_busy:
                 del self._orders[0]
                 self._num_ahead -= 1
-        self._waiters.wake_all()
+        self._changed.notify_all()
 
     def _produce_here(self) -> None:
         """Produce one order on this thread, because no other thread can be started."""
-        self._waiters.wait_for(self._is_resumed)
+        self._changed.wait_until(self._is_resumed)
         run = _Run()
         run.thread_id = threading.get_ident()
         # Atomic.
@@ -394,12 +394,12 @@ class Prefetcher(Generic[Request, Result]):
             self._busy = False
             run.is_over = True
             self._run = None
-            self._waiters.wake_all()
+            self._changed.notify_all()
 
     def forget_threads(self) -> None:
         """Forget the threads that do not exist in a forked child. Called there by `os.fork` itself."""
         this_thread = threading.get_ident()
-        self._waiters = Waiters()
+        self._changed = Notifier()
         self._pausers = [thread for thread in self._pausers if thread == this_thread]
         run = self._run
         # If `produce` has forked the process, then the child continues inside `produce`.
@@ -440,6 +440,12 @@ class _Exit:
 
 _exit = _Exit()
 _prefetchers: weakref.WeakValueDictionary[int, Prefetcher[Any, Any]] = weakref.WeakValueDictionary()
+
+
+def _seconds_until(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    return max(0.0, deadline - time.monotonic())
 
 
 def _list_prefetchers() -> list[Prefetcher[Any, Any]]:
