@@ -33,6 +33,7 @@ STAMP = ("collector", "policy_version")
 
 def is_tensordict(batch: Batch) -> bool:
     """Return whether `batch` is a TensorDict of any kind, without importing tensordict."""
+    # A batch can be a TensorDict only if somebody has imported the package already.
     tensordict = sys.modules.get("tensordict")
     return tensordict is not None and isinstance(batch, tensordict.TensorDictBase)
 
@@ -60,11 +61,13 @@ def _members_of(node: Any, above: Key) -> Iterator[tuple[Key, Any]]:
         except RuntimeError as error:
             # A lazy stack cannot stack tensors of different shapes.
             raise ValueError(f"{'/'.join(key)} has different shapes in different environments ({error})") from error
-        is_text = isinstance(value, (tensordict.NonTensorData, tensordict.NonTensorStack))
-        if tensordict.is_tensor_collection(value) and not is_text:
+        # Objects such as strings are tensor collections to tensordict, but have no members.
+        is_object = isinstance(value, (tensordict.NonTensorData, tensordict.NonTensorStack))
+        if tensordict.is_tensor_collection(value) and not is_object:
             yield key, torch.Size(value.batch_size)
             yield from _members_of(value, key)
         elif isinstance(value, tensordict.MemoryMappedTensor):
+            # Functions that check for plain tensors would refuse the subclass.
             yield key, value.as_subclass(torch.Tensor)
         else:
             yield key, value
@@ -104,6 +107,7 @@ def build(
     contents: dict[Key, dict[str, Any]] = {(): {}}
     sizes: dict[Key, tuple[int, ...]] = {(): batch_size}
     for key, value in members.items():
+        # Parents first: dicts keep the order of insertion, and so does the TensorDict.
         for depth in range(1, len(key)):
             _open_node(contents, sizes, key[:depth], batch_size)
         if isinstance(value, torch.Size):
@@ -115,6 +119,7 @@ def build(
         node = make(contents[key], batch_size=sizes[key], device=device)
         if key:
             contents[key[:-1]][key[-1]] = node
+    # Set at the root, because that names the axes of nested TensorDicts too.
     if any(names):
         node.names = list(names)
     batch: TensorDictBase = node
@@ -158,6 +163,7 @@ def map_tensors(
         return {key: map_tensors(value, function, device, (*path, key)) for key, value in batch.items()}
     if type(batch) in (list, tuple):
         return type(batch)(map_tensors(value, function, device, (*path, index)) for index, value in enumerate(batch))
+    # Not a tensor: a copy, so that the new batch shares nothing with the old one.
     return copy.deepcopy(batch)
 
 
@@ -204,11 +210,13 @@ def stamp(batch: Batch, version: int) -> Batch:
     """
     if is_tensordict(batch):
         device = batch.device
+        # Without a device, its tensors can be anywhere: put the stamp next to the first one.
         if device is None:
             device = next((tensor.device for tensor in tensors_of(batch)), None)
         batch.set(STAMP, torch.full(batch.batch_size, version, dtype=torch.int64, device=device))
     elif isinstance(batch, dict):
         group, name = STAMP
+        # A new inner dict, because the environment may yield the same one again.
         batch[group] = {**batch.get(group, {}), name: torch.tensor(version)}
     return batch
 
@@ -222,6 +230,7 @@ def to_state(batch: Batch) -> Any:
     if not is_tensordict(batch):
         return {"tree": clone(batch)}
     try:
+        # `contiguous` turns lazy stacks into plain TensorDicts, and raises if their parts differ.
         return _tensordict_to_state(batch.contiguous())
     except RuntimeError as error:
         raise UnsupportedStateError(f"a batch that is not consumed yet cannot be stored: {error}") from error
@@ -229,6 +238,7 @@ def to_state(batch: Batch) -> Any:
 
 def from_state(state: Mapping[str, Any]) -> Batch:
     """Return the batch that `to_state` was given, in new memory."""
+    # A copy, because the state may be loaded more than once.
     if "tree" in state:
         return clone(state["tree"])
     return clone(_tensordict_from_state(state))

@@ -1,5 +1,5 @@
 """Rollouts as the files that torch and NumPy read."""
-# ruff: noqa: PLC0415 - torch is imported by whoever has tensors
+# ruff: noqa: PLC0415 - only callers that have tensors import torch
 
 from __future__ import annotations
 
