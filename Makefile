@@ -1,49 +1,50 @@
-# The same verbs for people and for CI. `make help` lists them.
+# The same targets for people and for CI. `make help` lists them.
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: help demo test test-all check fix bench bench-all docs clean
 .DEFAULT_GOAL := help
 
-help: ## List these verbs
+help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-demo: .venv/.installed ## Train a policy in minutes, evaluate it and write a report; interrupted, it goes on
+demo: .venv/.installed ## Train a policy in minutes, evaluate it and write a report; run again to resume
 	@$(BIN)/slipstream train preset=quick name=demo resume=auto
 
 test: .venv/.installed ## Run the tests
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
-test-all: .venv/.installed ## Run the tests, the long ones too
+test-all: .venv/.installed ## Run all tests, including the long ones
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "slow or not slow"
 
-check: .venv/.installed ## Lint, check formatting and types
+check: .venv/.installed ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-fix: .venv/.installed ## Mend what ruff can mend
+fix: .venv/.installed ## Apply automatic fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python -m tests.style
 
 BENCHES := codecs checkpoint rollout replay datasets train
 
-bench: .venv/.bench ## Measure against the peers, in a quick form, and write docs/benchmarks.md
+bench: .venv/.bench ## Run short benchmarks and update docs/benchmarks.md
 	for name in $(BENCHES); do $(BIN)/python bench/$$name.py --quick --write docs/benchmarks.md || exit 1; done
 	$(BIN)/python bench/readme.py
 
-bench-all: .venv/.bench ## The same in full, which takes most of an hour
+bench-all: .venv/.bench ## Run the full benchmarks; takes most of an hour
 	for name in $(BENCHES); do $(BIN)/python bench/$$name.py --write docs/benchmarks.md || exit 1; done
 	$(BIN)/python bench/readme.py
 
 docs: .venv/.docs ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
-clean: ## Delete everything that these verbs made
+clean: ## Delete everything that these targets created
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis site dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A virtual environment also where the system's Python lacks ensurepip: then the outer pip installs into it.
+# Where the system's Python has no ensurepip, the outer pip installs into the virtual environment.
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "slipstream needs Python 3.11 or newer, $(PYTHON) is older: make PYTHON=python3.11 ..."; exit 1; }
@@ -54,14 +55,14 @@ PIP_INSTALL = $(shell [ -x $(BIN)/pip ] && echo $(BIN)/python -m pip || echo $(P
 	install -qq --disable-pip-version-check
 
 .venv/.installed: requirements.txt pyproject.toml | .venv/bin/python
-	@echo "Installing into .venv; the first time this takes a few minutes"
+	@echo "Installing into .venv; this takes a few minutes the first time"
 	@$(PIP_INSTALL) -r requirements.txt
 	@$(PIP_INSTALL) --no-deps --editable .
 	@touch $@
 
 .venv/.bench .venv/.docs: .venv/.%: pyproject.toml | .venv/.installed
-	@echo "Installing what 'make $*' needs"
+	@echo "Installing the dependencies of 'make $*'"
 	@$(PIP_INSTALL) --editable '.[$*]'
-	@# robomimic without what it needs for its simulators, which has to be compiled
-	@[ $* != bench ] || $(PIP_INSTALL) --no-deps robomimic || echo "robomimic cannot be installed and is left out"
+	@# robomimic without its simulator dependencies, which would have to be compiled
+	@[ $* != bench ] || $(PIP_INSTALL) --no-deps robomimic || echo "robomimic cannot be installed; its benchmarks are skipped"
 	@touch $@
