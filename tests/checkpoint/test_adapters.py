@@ -390,7 +390,7 @@ class TestStableBaselines3:
         assert torch.equal(torch.get_rng_state(), before)
 
     def test_a_frequency_of_nothing_is_refused(self, tmp_path):
-        with pytest.raises(ValueError, match="save_freq is 0, expected at least 1"):
+        with pytest.raises(ValueError, match="save_freq is 0, expected a whole number of at least 1"):
             SB3CheckpointCallback(tmp_path, save_freq=0)
 
     def test_an_empty_folder_is_an_error(self, tmp_path):
@@ -490,7 +490,7 @@ class TestTorchRL:
     def test_misuse_is_refused_with_a_sentence(self, tmp_path):
         from torchrl.trainers import TrainerHookBase
 
-        with pytest.raises(ValueError, match="interval is 0, expected at least 1"):
+        with pytest.raises(ValueError, match="interval is 0, expected a whole number of at least 1"):
             TorchRLCheckpointHook(tmp_path, interval=0)
         hook = TorchRLCheckpointHook(tmp_path, interval=1)
         assert isinstance(hook, TrainerHookBase)

@@ -22,6 +22,7 @@ from slipstream.checkpoint.load import move
 from slipstream.checkpoint.native import NativeFile, Parent, Written, write_native
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.checkpoint.snapshot import Snapshot
+from slipstream.checks import require_count
 from slipstream.errors import CorruptFileError, FormatVersionError
 from slipstream.schema.flatten import flatten
 from slipstream.schema.unflatten import unflatten
@@ -117,8 +118,8 @@ class CheckpointManager:
         compress: bool = True,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("full_every", full_every)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, expected at least 1")
+            if value is not None:
+                require_count(name, value)
         if keep_best is not None and keep_best[1] not in ("min", "max"):
             raise ValueError(f"keep_best is {keep_best!r}, expected a metric's name and 'min' or 'max'")
         self.folder = Path(folder)
@@ -142,8 +143,7 @@ class CheckpointManager:
             state: Nested dicts, lists and tuples of tensors, arrays and plain values.
             metrics: Numbers to choose the best by, and anything else that should be readable without the tensors.
         """
-        if step < 0:
-            raise ValueError(f"step is {step}, expected a number from 0 up")
+        step = require_count("step", step, least=0)
         path = self.path(step)
         metadata = {"step": step, "metrics": dict(metrics or {}), "time": time.time()}
         return self.saver.submit(state, lambda snapshot: self._write(path, snapshot, metadata), path)

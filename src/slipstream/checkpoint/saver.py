@@ -18,10 +18,12 @@ import torch
 from slipstream.checkpoint.native import write_native
 from slipstream.checkpoint.portable import write_portable
 from slipstream.checkpoint.snapshot import Guard, Snapshot, snapshot_pool, take_snapshot
+from slipstream.checks import require_count
 from slipstream.codecs.bytes import MAX_LZ4_LEVEL
 from slipstream.errors import DiskFullError
 from slipstream.store.handle import Handle
 from slipstream.store.worker import Policy, Worker
+from slipstream.text import format_bytes
 from slipstream.threads import background_threads
 
 logger = logging.getLogger(__name__)
@@ -82,8 +84,7 @@ class AsyncCheckpointSaver:
         policy: Policy = "block",
         warm: int = 1,
     ) -> None:
-        if not 0 <= compression_level <= MAX_LZ4_LEVEL:
-            raise ValueError(f"compression_level is {compression_level}, expected 0 to {MAX_LZ4_LEVEL}")
+        require_count("compression_level", compression_level, 0, MAX_LZ4_LEVEL)
         self._worker = Worker(max_queue_size, policy, name="AsyncCheckpointSaver", on_full=self._warn_full)
         self._level = compression_level
         self._log_level = logging.INFO if verbose else logging.DEBUG
@@ -261,7 +262,7 @@ class AsyncCheckpointSaver:
             self._raw_bytes += raw
             self._stored_bytes += stored
             self._write_s += result.seconds
-        logger.log(self._log_level, "saved %s: %.1f MB in %.2f s", path, stored / 1e6, result.seconds)
+        logger.log(self._log_level, "saved %s: %s in %.2f s", path, format_bytes(stored), result.seconds)
         return result
 
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.batches import build
+from slipstream.checks import require_count
 from slipstream.codecs import Codec
 from slipstream.errors import RolloutError
 from slipstream.rollout.batch import add_nodes, split_batch
@@ -152,8 +153,8 @@ class CompressedTensorDict:
                 f"the batch has the shape {list(layout.batch_size)}: time has to be its last axis; "
                 f"set its batch_size to {list(layout.batch_size[: layout.time_dim + 1])}"
             )
-        if group_envs is not None and group_envs < 1:
-            raise ValueError(f"group_envs is {group_envs}, expected at least 1")
+        if group_envs is not None:
+            require_count("group_envs", group_envs)
         largest = max((array[:1].nbytes for array in rollout.arrays.values()), default=1)
         group = group_envs or max(1, min(layout.num_envs, _GROUP_BYTES // max(1, largest)))
         chosen = _chosen(layout, compress_keys)

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.checks import require_count
 from slipstream.codecs import Codec, Planes, Timewise
 from slipstream.errors import CorruptFileError, RolloutError, naming
 from slipstream.rollout.layout import Field, Key, Layout, Rollout, resolve_slice
@@ -34,10 +35,7 @@ def zstd_level(compression_level: int) -> int:
 
     All levels up to 9 use zstd level 1, which keeps up with a training loop: on rollouts, higher levels gain little.
     """
-    if isinstance(compression_level, bool) or not isinstance(compression_level, int):
-        raise TypeError(f"compression_level is {compression_level!r}, expected an integer from 0 to {MAX_LEVEL}")
-    if not 0 <= compression_level <= MAX_LEVEL:
-        raise ValueError(f"compression_level is {compression_level}, expected 0 to {MAX_LEVEL}")
+    require_count("compression_level", compression_level, 0, MAX_LEVEL)
     if compression_level <= 9:
         return 1
     return 3 * (compression_level - 9) + 3

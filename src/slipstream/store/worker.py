@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
+from slipstream.checks import require_choice, require_count
 from slipstream.errors import BackgroundError, JobSkippedError, QueueFullError
 from slipstream.store import lifetime
 from slipstream.store.background import Job, background
@@ -56,11 +57,8 @@ class Worker:
         name: str = "slipstream",
         on_full: Callable[[], None] | None = None,
     ) -> None:
-        if max_queue_size < 1:
-            raise ValueError(f"max_queue_size is {max_queue_size}, expected at least 1")
-        if policy not in get_args(Policy):
-            raise ValueError(f"policy is {policy!r}, expected one of {', '.join(get_args(Policy))}")
-        self.max_queue_size = max_queue_size
+        require_choice("policy", policy, get_args(Policy))
+        self.max_queue_size = require_count("max_queue_size", max_queue_size)
         self.policy = policy
         self.name = name
         # One entry per skipped job: appending is atomic, adding to a number is not.

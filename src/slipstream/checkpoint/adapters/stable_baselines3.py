@@ -13,6 +13,7 @@ import torch
 from slipstream.checkpoint.adapters.base import Adapter, Checkpoints
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import TrainingState
+from slipstream.checks import require_count
 from slipstream.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -61,9 +62,7 @@ class SB3CheckpointCallback(Adapter, BaseCallback):  # type: ignore[misc, unused
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
-        if save_freq < 1:
-            raise ValueError(f"save_freq is {save_freq}, expected at least 1")
-        self.save_freq = save_freq
+        self.save_freq = require_count("save_freq", save_freq)
         self.training_state = training_state
         self._checkpoints = Checkpoints(checkpoints)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.checkpoint.adapters.base import Adapter, Checkpoints
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import TrainingState
+from slipstream.checks import require_count
 
 if TYPE_CHECKING:
     from torchrl.trainers import Trainer, TrainerHookBase
@@ -48,9 +49,7 @@ class TorchRLCheckpointHook(Adapter, TrainerHookBase):  # type: ignore[misc, unu
         *,
         state: TrainingState | None = None,
     ) -> None:
-        if interval < 1:
-            raise ValueError(f"interval is {interval}, expected at least 1")
-        self.interval = interval
+        self.interval = require_count("interval", interval)
         self._checkpoints = Checkpoints(checkpoints)
         self._state = state
         self._trainer: Trainer | None = None

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.errors import ConfigurationError
+from slipstream.checks import require_count, require_positive
 from slipstream.rollout.advice.measure import Measured
 from slipstream.text import format_bandwidth, format_bytes, format_percent, format_ratio, format_seconds
 
@@ -36,13 +36,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches", "rollout_save_interval"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name} is {value!r}, expected a whole number from 1 up")
+            require_count(name, getattr(self, name))
         for name in ("iteration_s", "step_s", "memory_limit_bytes", "bandwidth_bytes_s"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigurationError(f"{name} is {value!r}, expected a number above 0")
+            if value is not None:
+                require_positive(name, value)
 
     @property
     def known_iteration_s(self) -> float | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.checks import require_count
 from slipstream.errors import ConfigurationError, CorruptFileError, RolloutError, SlipstreamError
 from slipstream.rollout.batch import BatchFile
 from slipstream.rollout.compressed import CompressedTensorDict
@@ -227,9 +228,8 @@ def iteration_time(path: Path) -> float | None:
 
 def _make_up(shapes: Mapping[Any, Any], num_envs: int, num_steps: int, name: str) -> Source:
     """Invent a batch: smooth signals with plateaus, as sensors give them, and ``next`` that follows."""
-    for what, value in (("num_envs", num_envs), ("num_steps", num_steps)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{what} is {value!r}, expected a whole number from 1 up")
+    require_count("num_envs", num_envs)
+    require_count("num_steps", num_steps)
     if not shapes:
         raise ConfigurationError('no shapes were given, expected some such as {"lidar": ((36, 4), "float32")}')
     wanted = {_key(key): _shape(key, value) for key, value in shapes.items()}
