@@ -19,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from slipstream import __version__
+from slipstream.checks import require_count
 from slipstream.codecs import Codec, choose_codec
 from slipstream.codecs.base import part_shape, word_dtype
 from slipstream.errors import CodecError
@@ -69,8 +70,7 @@ def write_container(
     """
     if not isinstance(kind, str):
         raise TypeError(f"kind is {kind!r}, expected a string")
-    if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES:
-        raise ValueError(f"chunk_bytes is {chunk_bytes}, expected 1 to {MAX_CHUNK_BYTES}")
+    require_count("chunk_bytes", chunk_bytes, 1, MAX_CHUNK_BYTES)
     with atomic_write(path) as file:
         writer = ContainerWriter(file, kind, chunk_bytes, threads, verify=verify)
         yield writer
