@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.errors import CorruptFileError, FormatVersionError
+from slipstream.errors import FormatVersionError
 from slipstream.schema.dtypes import DTYPES, DType, dtype_name
 from slipstream.schema.structure import contiguous_strides
 from slipstream.schema.values import TorchValues
@@ -66,7 +66,7 @@ class _RealValues(TorchValues):
         try:
             return torch.device(name)
         except RuntimeError as error:
-            raise CorruptFileError(f"torch has no device {name!r}") from error
+            raise ValueError(f"torch has no device {name!r}") from error
 
     def size(self, sizes: list[int]) -> torch.Size:
         return torch.Size(sizes)
@@ -76,7 +76,7 @@ class _RealValues(TorchValues):
         try:
             return make(members, batch_size=batch_size)
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CorruptFileError(f"its members do not make a TensorDict of {batch_size} ({error})") from error
+            raise ValueError(f"its members do not make a TensorDict of {batch_size} ({error})") from error
 
 
 TORCH = _RealValues()
@@ -202,7 +202,7 @@ class Regions:
         copies = []
         start = 0
         for piece in self.pieces:
-            # Every piece gets a storage of its own: `torch.save` writes whole storages.
+            # Every piece gets a separate storage: `torch.save` writes whole storages.
             copy = torch.frombuffer(buffer[start : start + piece.nbytes], dtype=torch.uint8)
             if piece.memory.is_cpu:
                 _copy_on_host(copy, piece.memory)

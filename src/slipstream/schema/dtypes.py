@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.errors import CorruptFileError
-
 
 @dataclass(frozen=True, slots=True)
 class DType:
@@ -108,13 +106,13 @@ def parse_torch_dtype(name: Any) -> DType:
     """Look up a torch dtype by the name that a file claims.
 
     Raises:
-        CorruptFileError: If torch has no dtype of that name.
+        ValueError: If torch has no dtype of that name.
     """
     dtype = None
     if isinstance(name, str):
         dtype = DTYPES.get(name)
     if dtype is None:
-        raise CorruptFileError(f"unknown dtype {str(name)[:40]!r}")
+        raise ValueError(f"unknown dtype {str(name)[:40]!r}")
     return dtype
 
 
@@ -122,15 +120,15 @@ def parse_numpy_dtype(name: Any) -> np.dtype[Any]:
     """Return the NumPy dtype that a file claims, spelled as in ``numpy.dtype.str``.
 
     Raises:
-        CorruptFileError: If it is not a dtype of plain numbers, text, bytes or times.
+        ValueError: If it is not a dtype of plain numbers, text, bytes or times.
     """
     if not isinstance(name, str) or not _NUMPY_NAME.fullmatch(name):
-        raise CorruptFileError(f"unknown NumPy dtype {str(name)[:40]!r}")
+        raise ValueError(f"unknown NumPy dtype {str(name)[:40]!r}")
     try:
         return np.dtype(name)
     except (TypeError, ValueError) as error:
         # Long doubles, which some machines lack, and text too long for any array.
-        raise CorruptFileError(f"NumPy has no dtype {name!r} on this machine") from error
+        raise ValueError(f"NumPy has no dtype {name!r} on this machine") from error
 
 
 def is_plain(dtype: np.dtype[Any]) -> bool:

@@ -167,7 +167,8 @@ def _is_step(part: Any) -> bool:
 def _write_scalar(value: np.generic) -> Json | None:
     if not is_plain(value.dtype):
         return None
-    return [value.dtype.str, value.tobytes().hex()]
+    # NumPy gives empty text one character more than its dtype has.
+    return [value.dtype.str, value.tobytes()[: value.dtype.itemsize].hex()]
 
 
 def _read_scalar(value: Json, _: TorchValues) -> Any:
