@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import FormatVersionError
-from slipstream.schema.dtypes import DTYPES, DType, dtype_name
+from slipstream.schema.dtypes import DTYPES, DType
 from slipstream.schema.structure import contiguous_strides
 from slipstream.schema.values import TorchValues
 from slipstream.text import install_hint
@@ -30,7 +30,12 @@ _PIECE_BYTES = 4 << 20
 _MAX_AXES = 32
 
 # The dtypes that this version of torch has. Never `getattr` with a name from a file: it can import modules.
-_TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+_TORCH_DTYPES: dict[str, torch.dtype] = {}
+_INFO: dict[torch.dtype, DType] = {}
+for _name, _info in DTYPES.items():
+    if hasattr(torch, _name):
+        _TORCH_DTYPES[_name] = getattr(torch, _name)
+        _INFO[_TORCH_DTYPES[_name]] = _info
 
 
 def import_tensordict() -> Any:
@@ -50,7 +55,7 @@ def import_tensordict() -> Any:
 
 def dtype_info(dtype: torch.dtype) -> DType:
     """Return the name of a dtype and how NumPy carries it."""
-    return DTYPES[dtype_name(dtype)]
+    return _INFO[dtype]
 
 
 class _RealValues(TorchValues):
@@ -59,8 +64,7 @@ class _RealValues(TorchValues):
     def dtype(self, name: str) -> torch.dtype:
         if name not in _TORCH_DTYPES:
             raise FormatVersionError(f"torch {torch.__version__} has no dtype {name!r}; install a newer torch")
-        found: torch.dtype = _TORCH_DTYPES[name]
-        return found
+        return _TORCH_DTYPES[name]
 
     def device(self, name: str) -> torch.device:
         try:
@@ -99,25 +103,40 @@ class Region:
     """A piece of memory that tensors cover.
 
     Attributes:
-        memory: Its bytes, as a flat uint8 tensor on the device of the tensors.
+        holder: What keeps the memory alive: a tensor whose storage it is part of, or a buffer on the host.
+        start: Where it begins, in bytes from the start of the storage or buffer.
+        nbytes: Its size.
         dtype: The dtype of its content, or uint8 if views of several dtypes share it.
         shape: The shape to store it in: that of its first tensor if that covers it in order, else flat.
         num_views: How many tensors see it.
     """
 
-    memory: torch.Tensor
+    holder: torch.Tensor | NDArray[np.uint8]
+    start: int
+    nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     num_views: int
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.memory.numel()
+    def memory(self) -> torch.Tensor:
+        """Return its bytes as a flat tensor on their device. Part of a buffer gets a separate storage."""
+        if isinstance(self.holder, torch.Tensor):
+            memory = torch.empty(0, dtype=torch.uint8, device=self.holder.device)
+            return memory.set_(self.holder.untyped_storage(), self.start, (self.nbytes,), (1,))
+        # Torch makes no tensor from a buffer of no bytes.
+        if not self.nbytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(self.holder[self.start : self.start + self.nbytes], dtype=torch.uint8)
+
+    def content(self) -> NDArray[np.uint8]:
+        """Return its bytes as an array. They must be on the host."""
+        if isinstance(self.holder, torch.Tensor):
+            return self.memory().numpy()
+        return self.holder[self.start : self.start + self.nbytes]
 
     def array(self) -> NDArray[Any]:
-        """Return the memory as the NumPy array that carries its dtype. The memory must be on the host."""
-        return self.memory.numpy().view(dtype_info(self.dtype).carrier).reshape(self.shape)
+        """Return it as the NumPy array that carries its dtype. It must be on the host."""
+        return self.content().view(dtype_info(self.dtype).carrier).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -142,7 +161,7 @@ class Regions:
         Args:
             tensors: Strided tensors on one device.
         """
-        resolved = [resolve(tensor) for tensor in tensors]
+        resolved = list(map(resolve, tensors))
         pieces: list[Region] = []
         region_of_tensor = [-1] * len(tensors)
         for group in _overlapping(resolved):
@@ -157,7 +176,7 @@ class Regions:
             offset = 0
             # In most regions there is one tensor, which begins where the region begins.
             if region >= 0 and pieces[region].num_views > 1:
-                offset = tensor.data_ptr() - pieces[region].memory.data_ptr()
+                offset = tensor.data_ptr() - tensor.untyped_storage().data_ptr() - pieces[region].start
             views.append(View(region, offset, tensor.dtype, tuple(tensor.shape), tensor.stride()))
         return cls(pieces, views)
 
@@ -201,38 +220,39 @@ class Regions:
         """
         copies = []
         start = 0
+        address = buffer.ctypes.data
         for piece in self.pieces:
-            # Every piece gets a separate storage: `torch.save` writes whole storages.
-            copy = torch.frombuffer(buffer[start : start + piece.nbytes], dtype=torch.uint8)
-            if piece.memory.is_cpu:
-                _copy_on_host(copy, piece.memory)
+            copy = Region(buffer, start, piece.nbytes, piece.dtype, piece.shape, piece.num_views)
+            if isinstance(piece.holder, torch.Tensor) and piece.holder.is_cpu:
+                source = piece.holder.untyped_storage().data_ptr() + piece.start
+                _copy_on_host(address + start, source, piece.nbytes)
             else:
-                _copy_from_device(copy, piece.memory, stream)
-            copies.append(Region(copy, piece.dtype, piece.shape, piece.num_views))
+                _copy_from_device(copy.memory(), piece.memory(), stream)
+            copies.append(copy)
             start += _aligned(piece.nbytes)
         return Regions(copies, self.views)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return tensors that see the memory, tied and strided as the originals."""
-        return [self.tensor(position) for position in range(len(self.views))]
-
-    def tensor(self, position: int) -> torch.Tensor:
-        """Return one of the tensors."""
-        view = self.views[position]
-        if view.region >= 0:
-            memory = self.pieces[view.region].memory
-        else:
+        memories = [piece.memory() for piece in self.pieces]
+        found = []
+        for view in self.views:
             memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        return _see(memory, view)
+            # An empty tensor has no region.
+            if view.region >= 0:
+                memory = memories[view.region]
+            found.append(_see(memory, view))
+        return found
+
+    def scalar(self, position: int) -> torch.Tensor:
+        """Return one of the tensors, one with elements, without building the others."""
+        view = self.views[position]
+        return _see(self.pieces[view.region].memory(), view)
 
 
 def region_of(array: NDArray[Any]) -> Region:
     """Return the memory of a contiguous array as a region, which keeps it alive."""
-    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-    # Torch makes no tensor from a buffer of no bytes.
-    if array.nbytes:
-        memory = torch.frombuffer(array.reshape(-1).view(np.uint8), dtype=torch.uint8)
-    return Region(memory, torch.uint8, (array.nbytes,), num_views=1)
+    return Region(array.reshape(-1).view(np.uint8), 0, array.nbytes, torch.uint8, (array.nbytes,), num_views=1)
 
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:
@@ -243,7 +263,7 @@ def copy_memory(target: int, source: int, nbytes: int) -> None:
 def tensor_of(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor that shares the memory of a contiguous array, which carries the dtype of that name."""
     view = View(0, 0, TORCH.dtype(dtype), shape, contiguous_strides(shape))
-    return _see(region_of(array).memory, view)
+    return _see(region_of(array).memory(), view)
 
 
 def array_of(tensor: torch.Tensor) -> NDArray[Any]:
@@ -313,22 +333,22 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
 def _cover(tensors: Sequence[torch.Tensor]) -> Region:
     """Return the region that overlapping tensors cover; they are in the order of their addresses."""
     first = tensors[0]
-    storage = first.untyped_storage()
-    address = storage.data_ptr()
+    address = first.untyped_storage().data_ptr()
     start = first.data_ptr() - address
     stop = start
+    is_mixed = False
     for tensor in tensors:
         stop = max(stop, tensor.data_ptr() - address + _extent(tensor))
+        is_mixed |= tensor.dtype != first.dtype
     dtype = first.dtype
-    if len(tensors) > 1 and len({tensor.dtype for tensor in tensors}) > 1:
+    if is_mixed:
         # Views of several dtypes: begin where each of them can count in elements.
         start -= start % 16
         dtype = torch.uint8
-    memory = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, start, (stop - start,), (1,))
     shape: tuple[int, ...] = ((stop - start) // dtype.itemsize,)
     if dtype == first.dtype and first.is_contiguous() and first.nbytes == stop - start and first.ndim <= _MAX_AXES:
         shape = tuple(first.shape)
-    return Region(memory, dtype, shape, len(tensors))
+    return Region(first, start, stop - start, dtype, shape, len(tensors))
 
 
 def _see(memory: torch.Tensor, view: View) -> torch.Tensor:
@@ -342,12 +362,9 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    target_address = target.data_ptr()
-    source_address = source.data_ptr()
-    nbytes = source.numel()
+def _copy_on_host(target: int, source: int, nbytes: int) -> None:
     for start in range(0, nbytes, _PIECE_BYTES):
-        copy_memory(target_address + start, source_address + start, min(_PIECE_BYTES, nbytes - start))
+        copy_memory(target + start, source + start, min(_PIECE_BYTES, nbytes - start))
 
 
 def _copy_from_device(target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:

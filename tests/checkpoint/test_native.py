@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -304,6 +305,31 @@ def test_a_state_nested_too_deeply_is_refused_with_a_sentence(tmp_path):
     with pytest.raises(UnsupportedStateError, match="is nested more than 100 levels deep"):
         write_native(tmp_path / "c.slip", state)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whatever_can_be_saved_can_be_loaded(tmp_path):
+    deep: Any = 1
+    for _ in range(98):
+        deep = {0: deep}
+    state = {
+        "deep": deep,
+        "texts": np.array(["name"] * 100),
+        "dates": np.arange("2026-01-01", "2026-06-01", dtype="datetime64[D]"),
+        "axes": [torch.ones([1] * 40 + [50]), np.ones([1] * 40 + [50])],
+        "empty": [np.str_(""), np.bytes_(b""), np.zeros((0, 3)), torch.zeros(0, 2**40)],
+        "surrogates": {"\ud800": "\udc00", "😀": "\udc00\ud800"},
+        "huge": 2**14_000 - 1,
+    }
+    write_native(tmp_path / "c.slip", state)
+    back = load_checkpoint(tmp_path / "c.slip")
+    assert back["deep"] == deep
+    assert back["texts"].tolist() == state["texts"].tolist()
+    assert back["dates"].dtype == state["dates"].dtype
+    assert (back["dates"] == state["dates"]).all()
+    assert [value.shape for value in back["axes"]] == [value.shape for value in state["axes"]]
+    assert [value.shape for value in back["empty"]] == [(), (), (0, 3), (0, 2**40)]
+    assert back["surrogates"] == state["surrogates"]
+    assert back["huge"] == state["huge"]
 
 
 @pytest.mark.parametrize("parent", [[1], "x", {"predicted": [1]}, {"file": "../x", "depth": 1, "same": ["y"]}])

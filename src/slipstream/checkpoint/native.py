@@ -144,12 +144,12 @@ class _Entries:
         """Say in a node where its memory is, and add the memory with the first node that sees it."""
         if number not in entries:
             self.raw_bytes += region.nbytes
-            array = region.array()
             # Step counters and other scalars: an entry in the index would take more than they do.
             if region.nbytes <= _INLINE_BYTES and region.num_views == 1:
-                node["hex"] = array.tobytes().hex()
+                node["hex"] = region.content().tobytes().hex()
                 return
-            entries[number] = self._add(name_of(key), array, _codec_for(dtype_info(region.dtype), region.nbytes))
+            codec = _codec_for(dtype_info(region.dtype), region.nbytes)
+            entries[number] = self._add(name_of(key), region.array(), codec)
         node["entry"] = entries[number]
         self.entry_of[tuple(map(str, key))] = entries[number]
 
@@ -254,7 +254,7 @@ def _find_moments(state: Flat, entry_of: Mapping[Key, str]) -> dict[str, Moments
         if node[TAG] == "tensor":
             position = next(tensors)
             if not node["shape"]:
-                leaves[-1] = state.regions.tensor(position)
+                leaves[-1] = state.regions.scalar(position)
     return find_moments(unflatten(state.tree.structure, leaves), entry_of)
 
 

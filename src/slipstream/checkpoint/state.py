@@ -113,10 +113,7 @@ def _global_rng() -> dict[str, Any]:
 
 def _set_global_rng(state: Mapping[str, Any]) -> None:
     python = state["python"]
-    if isinstance(python, Mapping):
-        random.setstate((python["version"], tuple(int(word) for word in python["words"]), python["gauss"]))
-    else:
-        random.setstate(python)  # as checkpoints had it before
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
