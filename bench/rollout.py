@@ -44,8 +44,8 @@ from tensordict import TensorDict
 from slipstream import CompressedTensorDict, NavigationConfig, NavigationEnv, RolloutStorage, load_rollout
 from slipstream.codecs import Codec
 from slipstream.rollout.batch import split_batch
-from slipstream.rollout.compressed import grouped_indices
 from slipstream.rollout.files import write_rollout
+from slipstream.rollout.minibatches import grouped_indices
 
 PEERS = ("lz4", "zstandard", "blosc2", "pcodec", "openzl")
 ENVS, STEPS = 1024, 32

@@ -11,7 +11,7 @@ from torch import nn
 from slipstream import CompressedTensorDict, ConfigurationError, RolloutError, SlipstreamError, StateMismatchError
 from slipstream.checkpoint.state import TrainingState
 from slipstream.rl import GAE, PPO, ActorConfig, FeatureExtractorConfig, NonFiniteError, PPOConfig
-from slipstream.rollout.compressed import grouped_indices
+from slipstream.rollout.minibatches import grouped_indices
 
 SMALL = PPOConfig(training_epoch_num=2, num_minibatches=3)
 

@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from slipstream import CompressedTensorDict, RolloutError
-from slipstream.rollout.compressed import grouped_indices
+from slipstream.rollout.minibatches import grouped_indices
 
 LIDAR = ("agents", "observation", "lidar")
 

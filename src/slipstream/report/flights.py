@@ -55,6 +55,7 @@ def read_flights(path: Path) -> dict[str, Any]:
             raise CorruptFileError(f"{path}: does not hold flights, a key of them is missing") from error
     flights = {}
     for key in KEYS:
+        # A key may also name a nested TensorDict: then only the tensors below it were read.
         if key not in arrays:
             raise CorruptFileError(f"{path}: does not hold flights, {'/'.join(key)} is not a tensor")
         flights[key] = _world(arrays[key], key, path)
