@@ -186,11 +186,11 @@ def storage(run: Run) -> tuple[Html, list[Chart]] | None:
 
 
 def _about_stalls(stalls: Stalls, metrics: Metrics) -> str:
+    call_s = stalls.call_s / stalls.num_saves
+    barrier_s = stalls.barrier_s / stalls.num_saves
     words = (
-        f"A checkpoint holds training up for {say_stall(stalls)} on average: "
-        f"{format_seconds(stalls.call_s / stalls.num_saves)} in the call of save, and "
-        f"{format_seconds(stalls.barrier_s / stalls.num_saves)} in which an optimizer waits for the rest of the "
-        "snapshot."
+        f"A checkpoint holds training up for {say_stall(stalls)} on average: {format_seconds(call_s)} in the call of "
+        f"save, and {format_seconds(barrier_s)} in which an optimizer waits for the rest of the snapshot."
     )
     resumes = int(metrics.starts.sum()) - 1
     if resumes > 0:

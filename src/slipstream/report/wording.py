@@ -9,6 +9,7 @@ from slipstream.report.evaluations import Quantity
 
 def say_moment(unix_s: float) -> str | None:
     """Return a moment in UTC, or None if it is outside the calendar's range."""
+    # Damaged metrics may contain any number, also one beyond the year 9999.
     try:
         moment = dt.datetime.fromtimestamp(unix_s, dt.UTC)
     except (OverflowError, ValueError, OSError):

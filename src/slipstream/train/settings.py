@@ -278,6 +278,7 @@ class TrainSettings:
         }
         for field in dataclasses.fields(self):
             value, lowest = getattr(self, field.name), least.get(field.name, 1)
+            # A bool is an int to Python, but flags have no range.
             if isinstance(value, int | float) and not isinstance(value, bool):
                 require_number(field.name, value, lowest)
         require_count("save_compression_level", self.save_compression_level, 0, 12)
