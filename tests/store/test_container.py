@@ -4,6 +4,9 @@ import json
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -282,7 +285,36 @@ def test_processes_may_share_a_container(tmp_path, method):
         process.join()
 
 
-def test_a_pickled_container_opens_the_file_anew(tmp_path):
+def test_children_forked_while_other_threads_read_can_read(tmp_path):
+    """A lock that a reading thread held at that moment would stay locked in the child for ever."""
+    path = write(tmp_path / "a.slip", {"x": numbers(1000)})
+    script = """
+        import os, sys, threading
+        from slipstream import Container
+        container = Container(sys.argv[1])
+        done = threading.Event()
+
+        def hammer():
+            while not done.is_set():
+                container.read("x", threads=1)
+
+        crew = [threading.Thread(target=hammer) for _ in range(3)]
+        for thread in crew:
+            thread.start()
+        for _ in range(40):
+            child = os.fork()
+            if child == 0:
+                os._exit(int(container.read("x", threads=1).sum() != 499500))
+            assert os.waitpid(child, 0)[1] == 0
+        done.set()
+        print("all children could read")
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "all children could read\n"
+
+
+def test_a_pickled_container_opens_the_file_again(tmp_path):
     path = write(tmp_path / "a.slip", {"x": numbers(10)})
     container = Container(path)
     copy = pickle.loads(pickle.dumps(container))
