@@ -215,7 +215,7 @@ def _check_json(value: Any, name: str) -> None:
 def _check_structure(text: bytes) -> None:
     """Raise `CorruptFileError` if JSON is nested too deeply or has too many values, without parsing it.
 
-    Parsing first would be too late: 21 MB of empty lists become gigabytes of objects that take minutes to process. One
+    Parsing first would be too late: 21 MB of empty lists become 7 million objects and more than a gigabyte. One
     pass over the bytes finds the brackets and commas outside strings. Where the text is not valid JSON the count may be
     wrong, but the parser stops at that point.
     """
