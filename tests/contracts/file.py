@@ -7,7 +7,7 @@ import json
 import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import xxhash
@@ -74,7 +74,7 @@ class FileContract:
         cuts: Test every n-th length.
     """
 
-    content: Any
+    content: ClassVar[Any]
     flips = 1
     cuts = 1
 

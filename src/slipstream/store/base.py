@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.errors import OutOfRangeError
-from slipstream.store.local import open_regular
+from slipstream.store.local import RESERVED_PREFIX, open_regular
 
 if TYPE_CHECKING:
     import os
 
 Buffer = bytes | bytearray | memoryview
 """Content of an object, in contiguous memory."""
-
-RESERVED_PREFIX = ".slipstream-"
-"""Path segments that begin with this are temporary and lock files; no object may have such a name."""
 
 # What all file systems and object stores accept: NAME_MAX of Linux and macOS, and the longest key of S3 and GCS.
 _MAX_SEGMENT_BYTES = 255

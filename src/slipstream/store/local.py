@@ -21,9 +21,10 @@ from typing import Any, BinaryIO, cast
 from slipstream.errors import CorruptFileError, DiskFullError, LockedError, WriteError
 from slipstream.store.lock import FileLock, LockableFile, is_still_at, open_private, try_lock
 
-_PREFIX = ".slipstream-"
+RESERVED_PREFIX = ".slipstream-"
+"""Names that begin with this are temporary and lock files."""
 _SUFFIX = ".tmp"
-PUBLISH_LOCK = f"{_PREFIX}publish.lock"
+PUBLISH_LOCK = f"{RESERVED_PREFIX}publish.lock"
 PUBLISH_TIMEOUT_S = 60.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
@@ -270,7 +271,7 @@ def sweep(folder: str | os.PathLike[str]) -> list[Path]:
         The files that were deleted.
     """
     swept = []
-    for path in Path(folder).glob(f"{_PREFIX}*{_SUFFIX}"):
+    for path in Path(folder).glob(f"{RESERVED_PREFIX}*{_SUFFIX}"):
         # Any error means: not ours to delete, deleted in the meantime, or on a file system without locks.
         with (
             contextlib.suppress(OSError),
@@ -315,7 +316,7 @@ def _create_locked(target: Path) -> tuple[Path, _WholeFile]:
     """Create a temporary file in the target's folder and lock it."""
     make_file = functools.partial(_WholeFile, target=target)
     while True:
-        path = target.parent / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
+        path = target.parent / f"{RESERVED_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
         file = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, make_file)
         kept = False
         try:
