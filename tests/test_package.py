@@ -35,7 +35,7 @@ LAYERS = [
 ]
 # What works without torch: commands answer at once, and files can be read where torch is not installed.
 TORCH_FREE = {"errors", "checks", "text", "threads", "memory", "codecs", "store", "schema", "trajectory"}
-TORCH_FREE |= {"rollout.files", "rollout.layout", "report", "cli", "__main__"}
+TORCH_FREE |= {"checkpoint.chain", "checkpoint.predict", "rollout.files", "rollout.layout", "report", "cli", "__main__"}
 # ... except these modules. The list may only get shorter.
 NEED_TORCH = {"cli.ckpt.compare", "cli.ckpt.leaves"}
 

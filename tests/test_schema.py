@@ -20,7 +20,7 @@ from slipstream.schema import flatten as flatten_module
 from slipstream.schema.dtypes import DTYPES, parse_numpy_dtype
 from slipstream.schema.flatten import flatten
 from slipstream.schema.nodes import MAX_DEPTH
-from slipstream.schema.structure import drop, leaves_of, matching, memory_end, select
+from slipstream.schema.structure import check_fits, drop, leaves_of, matching, select
 from slipstream.schema.unflatten import unflatten
 
 ERRORS = (CorruptFileError, FormatVersionError)
@@ -283,6 +283,11 @@ def test_a_kind_of_value_from_the_future_is_a_version_error(tag):
         {"entry": "w"},
         {"hex": 5},
         {"hex": None},
+        {"hex": "zz" * 8},
+        {"hex": "00" * 7},
+        {"shape": [3]},
+        {"stride": [2]},
+        {"offset": 4},
     ],
     ids=json.dumps,
 )
@@ -291,6 +296,34 @@ def test_a_leaf_that_cannot_have_been_written_is_refused(change):
     assert leaf.shape == (2,)
     with pytest.raises(CorruptFileError, match="'w' is not a valid 'tensor'"):
         list(leaves_of({"w": {**LEAF, **change}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "stored_bytes", "fits"),
+    [
+        ({}, 8, True),
+        ({}, 7, False),
+        ({"stride": [5]}, 24, True),
+        ({"stride": [5]}, 23, False),
+        ({"offset": 4}, 12, True),
+        ({"offset": 4}, 11, False),
+        ({"stride": [0]}, 4, True),
+        ({"shape": [0, 7]}, 0, True),
+        ({"shape": []}, 4, True),
+        ({"shape": [2**40], "stride": [2**40]}, 2**60, False),
+        ({"$": "array", "dtype": "<f4"}, 8, True),
+        ({"$": "array", "dtype": "<f4"}, 9, False),
+    ],
+    ids=str,
+)
+def test_a_leaf_stays_inside_the_memory_that_is_stored_for_it(change, stored_bytes, fits):
+    node = {"$": "tensor", "dtype": "float32", "shape": [2], "entry": "e", **change}
+    ((leaf, _),) = leaves_of({"w": node})
+    if fits:
+        check_fits(leaf, node, stored_bytes)
+    else:
+        with pytest.raises(CorruptFileError, match="'w' (needs|reaches beyond)"):
+            check_fits(leaf, node, stored_bytes)
 
 
 @pytest.mark.parametrize("dtype", ["O", "|O8", "f8,i4", "M8[fortnight]", "<V0", "float64", "numpy.int8", "(2,)f4", 3])
@@ -360,7 +393,7 @@ def test_fuzzed_structures_raise_nothing_but_our_errors(structure):
     try:
         found = list(leaves_of(structure))
         for leaf, node in found:
-            assert memory_end(leaf, node) >= 0
+            check_fits(leaf, node, 1000)
         unflatten(structure, [None] * len(found))
     except ERRORS:
         pass

@@ -106,6 +106,35 @@ def test_inspecting_a_native_file_reads_its_index_only_and_needs_no_torch(run):
     assert "policy/weight" in result.stdout
 
 
+def test_verifying_native_files_needs_no_torch(run):
+    script = (
+        "import sys, slipstream.cli\n"
+        f"sys.argv = ['slipstream', 'ckpt', 'verify', {str(run)!r}]\n"
+        "try: slipstream.cli.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert result.stdout.count(": sound, all ") == 4
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"w": {"$": "tensor", "dtype": "float32", "shape": [9], "entry": "e"}},
+        {"w": {"$": "tensor", "dtype": "float32", "shape": [1], "entry": "gone"}},
+        {"w": {"$": "float", "v": "zz"}},
+    ],
+)
+def test_verify_finds_states_that_do_not_fit_what_is_stored(ckpt, tmp_path, state):
+    with write_container(tmp_path / "a.slip", kind="checkpoint") as writer:
+        writer.add("e", np.ones(8, np.float32))
+        writer.set("state", state)
+    result = ckpt("verify", tmp_path / "a.slip")
+    assert (result.code, result.err) == (1, "")
+    assert f"{tmp_path / 'a.slip'}: 'w'" in result.out or "which is missing" in result.out
+
+
 def test_inspect_shows_step_metrics_and_every_tensor_with_its_torch_dtype(ckpt, run):
     result = ckpt("inspect", step_file(run, 100))
     assert result.code == 0

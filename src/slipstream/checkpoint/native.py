@@ -12,29 +12,28 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.checkpoint.chain import KIND, NativeReader, recipe_inputs
 from slipstream.checkpoint.predict import Moments, Recipe, apply, find_moments, prediction, recipes, sample
 from slipstream.codecs import Codec, Difference, Planes, Raw, choose_codec
-from slipstream.errors import CorruptFileError, naming
+from slipstream.errors import naming
 from slipstream.schema.dtypes import DType
 from slipstream.schema.flatten import Tree, flatten
 from slipstream.schema.nodes import TAG, Key, name_of
-from slipstream.schema.structure import Leaf, contiguous_strides, leaves_of, matching, memory_end, select
+from slipstream.schema.structure import Leaf, check_fits, contiguous_strides, leaves_of, matching, select
 from slipstream.schema.structure import drop as drop_branches
 from slipstream.schema.unflatten import unflatten
-from slipstream.store.container import Container
 from slipstream.store.index import DTYPES as CONTAINER_DTYPES
 from slipstream.store.index import MAX_AXES
 from slipstream.store.reference import Reference
 from slipstream.store.writer import ContainerWriter, write_container
 from slipstream.tensors import TORCH, Region, Regions, View, dtype_info, region_of, with_flags
 
-KIND = "checkpoint"
 _INLINE_BYTES = 128
 _SMALL_BYTES = 2048  # packing less than this takes longer than it is worth
 
@@ -280,13 +279,9 @@ def _add_changes(
             reference: Reference | None = before if codec.needs_reference else None
             if recipe is not None:
                 predicted[name] = recipe
-                reference = prediction(recipe, _inputs(recipe, old.arrays, content.arrays))
+                reference = prediction(recipe, recipe_inputs(recipe, old.arrays, content.arrays))
             writer.add(name, array, codec, reference)
     return same, predicted
-
-
-def _inputs(recipe: Recipe, old: Mapping[str, NDArray[Any]], new: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
-    return [*(old[name] for name in recipe.old), *(new[name] for name in recipe.new)]
 
 
 def _best(
@@ -301,7 +296,7 @@ def _best(
         (len(codec.against(sample(old.arrays[name])).encode(part)), codec, None),
     ]
     for recipe in candidates:
-        arrays = _inputs(recipe, old.arrays, content.arrays)
+        arrays = recipe_inputs(recipe, old.arrays, content.arrays)
         if all((item.dtype, item.shape) == (np.dtype(np.float32), array.shape) for item in arrays):
             guess = apply(recipe, [sample(item) for item in arrays])
             options.append((len(codec.against(guess).encode(part)), codec, recipe))
@@ -313,7 +308,7 @@ def _equal(first: NDArray[Any], second: NDArray[Any]) -> bool:
     return bool(np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8)))
 
 
-class NativeFile:
+class NativeFile(NativeReader):
     """Reads a native checkpoint; a delta opens its parents as it needs them.
 
     Args:
@@ -323,106 +318,11 @@ class NativeFile:
         CorruptFileError: If it is not a sound native checkpoint.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.container = Container(path)
-        self._parent: NativeFile | None = None
-        self._entries = self.container.entries
-        values = self.container.values
-        if self.container.kind != KIND or "state" not in values:
-            self.container.close()
-            raise CorruptFileError(f"{path}: is a container of kind {self.container.kind!r}, expected a checkpoint")
-        self.structure = values["state"]
-        self.parent = values.get("parent") or {}
-        if not _is_parent(self.parent):
-            self.container.close()
-            raise CorruptFileError(f"{path}: says of its parent what no writer writes")
-
     @property
     def metadata(self) -> Any:
         """What was saved as metadata."""
         with naming(self.container.path):
             return self._decode(self.container.values.get("metadata"))
-
-    @property
-    def depth(self) -> int:
-        """How many parents have to be read as well."""
-        return int(self.parent.get("depth", 0))
-
-    def close(self) -> None:
-        """Close the file and its parents."""
-        self.container.close()
-        if self._parent:
-            self._parent.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def read_many(self, names: Collection[str], threads: int | None = None) -> dict[str, NDArray[Any]]:
-        """Read the memory of entries, from this file, and from its parents what they are stored against.
-
-        Every array of every file is read at most once. Besides what is returned, memory holds what the parent gave.
-        """
-        needs = self._needs(names)
-        old: set[str] = set()
-        for name, recipe in needs.items():
-            if recipe is not None:
-                old.update(recipe.old)
-            elif name not in self._entries or self._entries[name].codec.needs_reference:
-                old.add(name)
-        before = self.open_parent().read_many(old, threads) if old else {}
-        memory = {name: before[name] for name in needs if name not in self._entries}
-        left = [name for name in needs if name in self._entries]
-        while left:
-            ready = [name for name in left if (recipe := needs[name]) is None or memory.keys() >= set(recipe.new)]
-            if not ready:
-                raise CorruptFileError(f"{self.container.path}: entry {left[0]!r} is predicted from itself")
-            references = {name: self._reference(name, needs[name], before, memory) for name in ready}
-            known = {name: reference for name, reference in references.items() if reference is not None}
-            memory.update(self.container.read_many(ready, known, threads))
-            left = [name for name in left if name not in memory]
-        return {name: memory[name] for name in names}
-
-    def _needs(self, names: Collection[str]) -> dict[str, Recipe | None]:
-        """Return the entries to read for these, which include what some are predicted from, with their recipes."""
-        same = set(self.parent.get("same", ()))
-        predicted = self.parent.get("predicted", {})
-        needs: dict[str, Recipe | None] = {}
-        left = list(names)
-        while left:
-            name = left.pop()
-            if name in needs:
-                continue
-            entry = self._entries.get(name)
-            if entry is None and name not in same:
-                raise CorruptFileError(f"{self.container.path}: the state needs entry {name!r}, which is missing")
-            recipe = None
-            if entry is not None and entry.codec.needs_reference and name in predicted:
-                try:
-                    recipe = Recipe.from_json(predicted[name])
-                except ValueError as error:
-                    raise CorruptFileError(f"{self.container.path}: entry {name!r}: {error}") from error
-                left += recipe.new
-            needs[name] = recipe
-        return needs
-
-    def _reference(
-        self,
-        name: str,
-        recipe: Recipe | None,
-        before: Mapping[str, NDArray[Any]],
-        memory: Mapping[str, NDArray[Any]],
-    ) -> Reference | None:
-        """Return what an entry is stored against: an array of the parent, or a prediction."""
-        entry = self._entries[name]
-        if not entry.codec.needs_reference:
-            return None
-        arrays = [before[name]] if recipe is None else _inputs(recipe, before, memory)
-        if any((array.dtype, array.shape) != (entry.dtype, entry.shape) for array in arrays):
-            raise CorruptFileError(f"{self.container.path}: entry {name!r} is stored against arrays of other shapes")
-        return arrays[0] if recipe is None else prediction(recipe, arrays)
 
     def load(self, keys: Collection[str] | None = None, drop: Collection[str] = ()) -> Any:
         """Read the state, or a part of it; only the tensors in that part are read.
@@ -448,36 +348,6 @@ class NativeFile:
         memory = self.read_many(sorted(names))
         return unflatten(structure, _build_leaves(leaves, memory), torch=TORCH)
 
-    def open_parent(self) -> NativeFile:
-        """Return the checkpoint that this one is stored against."""
-        if self._parent is None:
-            file, identity = self.parent.get("file"), self.parent.get("identity")
-            if not isinstance(file, str):
-                raise CorruptFileError(f"{self.container.path}: needs a parent and names none")
-            folder = self.container.path.parent
-            path = folder / file
-            if not path.exists():  # this file is a base itself: its parents lie beside it
-                path = folder / Path(file).name
-            try:
-                parent = NativeFile(path)
-            except FileNotFoundError as error:
-                raise CorruptFileError(
-                    f"{self.container.path}: holds only what changed since {path}, which is missing"
-                ) from error
-            if parent.container.identity != identity or parent.depth >= self.depth:
-                parent.close()
-                raise CorruptFileError(f"{self.container.path}: {path} is not the file that it was saved against")
-            self._parent = parent
-        return self._parent
-
-
-def _is_parent(node: Any) -> bool:
-    """Tell whether this is what `write_native` says of a parent, as far as its types go."""
-    if not isinstance(node, dict) or not isinstance(node.get("predicted", {}), dict):
-        return False
-    same = node.get("same", [])
-    return isinstance(same, list) and all(isinstance(name, str) for name in same)
-
 
 def _build_leaves(leaves: Sequence[tuple[Leaf, Any]], memory: Mapping[str, NDArray[Any]]) -> list[Any]:
     """Return the arrays and tensors of a structure; tensors of the same entry are tied."""
@@ -486,12 +356,11 @@ def _build_leaves(leaves: Sequence[tuple[Leaf, Any]], memory: Mapping[str, NDArr
     number_of = {name: number for number, name in enumerate(memory)}
     views: list[View] = []
     for leaf, node in leaves:
-        content = _content(leaf, node, memory)
+        content = _content(node, memory)
+        check_fits(leaf, node, content.nbytes)
         if leaf.is_array:
-            values.append(_array(leaf, content))
+            values.append(content.view(leaf.carrier).reshape(leaf.shape))
             continue
-        if memory_end(leaf, node) > content.nbytes:
-            raise CorruptFileError(f"{leaf.name!r} reaches beyond the memory that was stored for it")
         if "entry" in node:
             number = number_of[node["entry"]]
         else:
@@ -507,17 +376,8 @@ def _build_leaves(leaves: Sequence[tuple[Leaf, Any]], memory: Mapping[str, NDArr
     return values
 
 
-def _content(leaf: Leaf, node: Mapping[str, Any], memory: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8]:
+def _content(node: Mapping[str, Any], memory: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8]:
     if "entry" in node:
         return memory[node["entry"]].reshape(-1).view(np.uint8)
-    try:
-        # A bytearray, because the tensors of a state can be written to.
-        return np.frombuffer(bytearray(bytes.fromhex(node["hex"])), np.uint8)
-    except ValueError as error:
-        raise CorruptFileError(f"{leaf.name!r} has content that is not hexadecimal") from error
-
-
-def _array(leaf: Leaf, content: NDArray[np.uint8]) -> NDArray[Any]:
-    if content.nbytes != leaf.nbytes:
-        raise CorruptFileError(f"{leaf.name!r} needs {leaf.nbytes:,} bytes, {content.nbytes:,} are stored")
-    return content.view(leaf.carrier).reshape(leaf.shape)
+    # A bytearray, because the tensors of a state can be written to.
+    return np.frombuffer(bytearray.fromhex(node["hex"]), np.uint8)

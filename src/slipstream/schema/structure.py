@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.errors import CorruptFileError
 from slipstream.schema.dtypes import DTYPES, parse_numpy_dtype, parse_torch_dtype
 from slipstream.schema.nodes import (
     LEAF_TAGS,
@@ -67,7 +68,7 @@ class Leaf:
 
 
 def leaves_of(structure: Json, key: Key = ()) -> Iterator[tuple[Leaf, Json]]:
-    """Yield every leaf with its node, in order. Checks all that the nodes say, except whether their memory exists.
+    """Yield every leaf with its node, in order. Checks the nodes; for those with an entry see also `check_fits`.
 
     Args:
         structure: As it was read from a file.
@@ -160,8 +161,17 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def memory_end(leaf: Leaf, node: Mapping[str, Json]) -> int:
-    """Return where a tensor ends, in bytes from the start of the memory that it is stored in."""
+def check_fits(leaf: Leaf, node: Mapping[str, Json], stored_bytes: int) -> None:
+    """Raise `CorruptFileError` unless a leaf stays inside the memory that was stored for it."""
+    if leaf.is_array and leaf.nbytes != stored_bytes:
+        raise CorruptFileError(f"{leaf.name[:200]!r} needs {leaf.nbytes:,} bytes, {stored_bytes:,} are stored")
+    # A tensor may see only a part of its memory, and share it with others.
+    if not leaf.is_array and _end(leaf, node) > stored_bytes:
+        raise CorruptFileError(f"{leaf.name[:200]!r} reaches beyond the {stored_bytes:,} bytes that are stored for it")
+
+
+def _end(leaf: Leaf, node: Mapping[str, Json]) -> int:
+    """Return where a tensor ends, in bytes from the start of its memory."""
     if 0 in leaf.shape:
         return 0
     strides = node.get("stride") or contiguous_strides(leaf.shape)
@@ -232,9 +242,12 @@ def _parse_leaf(key: Key, node: Mapping[str, Json]) -> Leaf:
     # The content is either in the node itself or in an entry of the file.
     if ("hex" in node) == ("entry" in node):
         raise ValueError("expected either 'hex' or 'entry'")
-    if not isinstance(node.get("hex", node.get("entry")), str):
-        raise TypeError("'hex' or 'entry' is not a string")
-    return Leaf(key, dtype, shape)
+    leaf = Leaf(key, dtype, shape)
+    if "hex" in node:
+        check_fits(leaf, node, len(bytes.fromhex(node["hex"])))
+    elif not isinstance(node["entry"], str):
+        raise TypeError("'entry' is not a string")
+    return leaf
 
 
 def _check_view(node: Mapping[str, Json], dtype: str, num_axes: int) -> None:

@@ -43,9 +43,12 @@ def format_by_suffix(target: Path) -> Format:
 
 def find_format(path: Path) -> Format:
     """Return the format of a file, by its content, if it can be read here; raises a sentence if not."""
+    check_regular(path)
+    # Before the others, which need torch.
+    if is_native(path):
+        return Format.NATIVE
     from slipstream.checkpoint import load
 
-    check_regular(path)
     kind = Format(load.find_format(path))
     if kind is Format.SAFETENSORS:
         require_safetensors()

@@ -9,68 +9,59 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.checkpoint.chain import NativeReader
 from slipstream.cli.ckpt.listing import Listing, Row
 from slipstream.errors import CorruptFileError, naming
 from slipstream.schema.nodes import TAG
-from slipstream.schema.structure import Leaf, leaves_of, memory_end
+from slipstream.schema.structure import Leaf, check_fits, leaves_of
 from slipstream.schema.unflatten import unflatten
-from slipstream.store.container import Container
 
 
 def list_native(file: Path) -> Listing:
     """Return the tensors and metadata of a native checkpoint; reads its index only."""
-    with Container(file) as container, naming(file):
-        values = container.values
-        if container.kind != "checkpoint" or "state" not in values:
-            raise CorruptFileError(f"is a container of kind {container.kind!r}, expected a checkpoint")
-        parent = _read_parent(values.get("parent"))
-        same = set()
-        if parent is not None:
-            same = set(parent["same"])
-        rows = _rows(container, same)
-        return Listing(file, "native", rows, _metadata(values.get("metadata")), container.written_by, parent)
+    with NativeReader(file) as reader, naming(file):
+        metadata = _metadata(reader.container.values.get("metadata"))
+        return Listing(file, "native", _rows(reader), metadata, reader.container.written_by, _parent(reader))
 
 
-def _read_parent(parent: Any) -> dict[str, Any] | None:
-    if not parent:
+def _parent(reader: NativeReader) -> dict[str, Any] | None:
+    if not reader.parent:
         return None
-    if not isinstance(parent, dict):
-        raise CorruptFileError(f"its parent is {str(parent)[:40]!r}, expected an object")
-    for key, kind in (("file", str), ("identity", str), ("depth", int), ("same", list)):
-        if not isinstance(parent.get(key), kind):
-            raise CorruptFileError(f"the {key!r} of its parent is not a {kind.__name__}")
-    if not all(isinstance(name, str) for name in parent["same"]):
-        raise CorruptFileError("the 'same' of its parent holds something other than names")
-    return {key: parent[key] for key in ("file", "identity", "depth", "same")}
+    shown: dict[str, Any] = {}
+    for key in ("file", "identity", "depth", "same"):
+        if key not in reader.parent:
+            raise CorruptFileError(f"its parent has no {key!r}")
+        shown[key] = reader.parent[key]
+    return shown
 
 
-def _rows(container: Container, same: set[str]) -> list[Row]:
+def _rows(reader: NativeReader) -> list[Row]:
     rows = []
+    entries = reader.container.entries
+    same = set(reader.parent.get("same", ()))
     seen: set[str] = set()
-    for leaf, node in leaves_of(container.values["state"]):
+    for leaf, node in leaves_of(reader.structure):
         row = Row(leaf.name, _shown_dtype(leaf), list(leaf.shape), leaf.nbytes)
-        entry = node.get("entry")
-        if entry is None:
+        rows.append(row)
+        if "hex" in node:
             row.codec = "inline"
             row.memory_bytes = row.nbytes
-        elif entry in seen:
+            continue
+        name = node["entry"]
+        # Only the first tensor of an entry counts its memory.
+        if name in seen:
             row.codec = "tied"
-        elif entry in container.entries:
-            stored = container.entries[entry]
-            if memory_end(leaf, node) > stored.nbytes:
-                raise CorruptFileError(f"{leaf.name!r} reaches beyond the memory that was stored for it")
-            row.codec = stored.codec.name
-            row.memory_bytes = stored.nbytes
-            row.stored_bytes = stored.stored_bytes
-        elif entry in same:
+        elif name in entries:
+            check_fits(leaf, node, entries[name].nbytes)
+            row.codec = entries[name].codec.name
+            row.memory_bytes = entries[name].nbytes
+            row.stored_bytes = entries[name].stored_bytes
+        elif name in same:
             row.codec = "same"
             row.memory_bytes = row.nbytes
         else:
-            raise CorruptFileError(f"{leaf.name!r} is in entry {entry!r}, which is missing")
-        # Only the first tensor of an entry counts its memory.
-        if entry is not None:
-            seen.add(entry)
-        rows.append(row)
+            raise CorruptFileError(f"{leaf.name!r} is in entry {name!r}, which is missing")
+        seen.add(name)
     return rows
 
 

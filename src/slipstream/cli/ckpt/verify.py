@@ -20,7 +20,7 @@ from slipstream.store.local import check_regular, open_regular
 from slipstream.text import plural
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint.native import NativeFile
+    from slipstream.checkpoint.chain import NativeReader
 
 
 def verify(
@@ -108,21 +108,21 @@ def _verify(file: Path, label: str, known: dict[tuple[int, int], list[str]]) -> 
 
 
 def _verify_native(verdict: _Verdict, label: str, known: dict[tuple[int, int], list[str]]) -> None:
-    from slipstream.checkpoint.native import NativeFile
+    from slipstream.checkpoint.chain import NativeReader
 
-    with NativeFile(verdict.file) as file:
+    with NativeReader(verdict.file) as file:
         member = file
         while True:
             verdict.problems += _damage(member, label, known)
             verdict.chunks += sum(len(entry.chunks) for entry in member.container.entries.values())
-            _ = member.metadata  # raises if it cannot be read
+            member.check()
             if not member.parent:
                 break
             member = member.open_parent()
             verdict.parents += 1
 
 
-def _damage(file: NativeFile, label: str, known: dict[tuple[int, int], list[str]]) -> list[str]:
+def _damage(file: NativeReader, label: str, known: dict[tuple[int, int], list[str]]) -> list[str]:
     from rich.progress import track
 
     from slipstream.cli.output import console
