@@ -86,11 +86,11 @@ class CheckpointManager:
 
     Args:
         folder: Where the checkpoints are, as ``checkpoint_iter_<step>.slip``.
-        keep_last: Keep the newest so many; None keeps all.
+        keep_last: Keep the N newest checkpoints; None keeps all.
         keep_every: Keep those whose step is a multiple of this, too.
         keep_best: Keep the best by a metric, too: ``("reward", "max")`` or ``("loss", "min")``.
         thin: What older ones give up; by default nothing.
-        full_every: How long a chain of deltas may get: every so many saves is complete in itself; 1 for no deltas.
+        full_every: Write a complete file every N saves, and deltas in between; 1 for no deltas.
         max_queue_size: How many saves may be waiting or being written.
         policy: What to do when the queue is full; see `AsyncCheckpointSaver`.
         compress: Whether to pack checkpoints; if not, each is complete in itself.
@@ -172,7 +172,7 @@ class CheckpointManager:
     ) -> Restored:
         """Read a checkpoint: that of `step`, or the newest that is sound; says so if newer ones are damaged.
 
-        Waits for saves under way.
+        Blocks until pending saves are written.
 
         Raises:
             FileNotFoundError: If there is none.

@@ -53,7 +53,7 @@ class Parent:
     Attributes:
         path: Its file.
         identity: Its fingerprint, so that another file in its place is noticed.
-        parents: Identities of its own parents, from the nearest on.
+        parents: Identities of its parents, nearest first.
         content: Its memory.
     """
 
@@ -65,7 +65,7 @@ class Parent:
 
 @dataclass
 class Written:
-    """What became of a state: sizes, and its memory for a child to refer to."""
+    """The result of writing a state: sizes, and its memory for a child to refer to."""
 
     raw_bytes: int
     stored_bytes: int

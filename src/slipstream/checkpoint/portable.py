@@ -120,7 +120,7 @@ def write_portable(
 
 
 def _torch_save(state: Any, file: BinaryIO) -> None:
-    """Save with torch, and raise why a write failed: torch, on leaving, hides that behind an error of its own."""
+    """Save with torch, and raise why a write failed: torch hides it behind another error on the way out."""
     try:
         torch.save(state, file)
     except RuntimeError as error:
@@ -151,7 +151,7 @@ def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bo
         if weights_only and "weights_only" in str(error).lower().replace("weights only", "weights_only"):
             raise CorruptFileError(
                 f"{path}: holds objects that only running code from the file could load, which is refused; "
-                "load_checkpoint(..., weights_only=False) allows it if you trust whoever wrote the file"
+                "load_checkpoint(..., weights_only=False) allows it if you trust the author of the file"
             ) from error
         raise CorruptFileError(f"{path}: is not a checkpoint that torch can load ({_first_line(error)})") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError, ImportError) as error:

@@ -34,7 +34,7 @@ SaveFormat = Literal["pt", "native"]
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of a save.
+    """The result of a save.
 
     Attributes:
         path: The file that was written.
@@ -53,7 +53,7 @@ class AsyncCheckpointSaver:
     """Saves checkpoints in the background: consistent, durable, atomic, and never silently lost.
 
     `save_async` returns at once. What lands on disk is the state at the moment of the call. Tensors covered by `guard`
-    are copied while training goes on, and guarded optimizers wait, before their next step, for what is still being
+    are copied while training continues, and guarded optimizers wait, before their next step, for what is still being
     copied; everything else is copied before the call returns. At most `max_queue_size` copies are in memory, and their
     memory is reused. Normal exit, ``sys.exit``, SIGTERM and Ctrl-C write what is queued before the process ends.
 
@@ -114,9 +114,9 @@ class AsyncCheckpointSaver:
 
     @contextlib.contextmanager
     def mutating(self) -> Iterator[None]:
-        """Wait for copies under way, so that guarded state may be changed in place inside the block.
+        """Wait for copies in progress, so that guarded state may be changed in place inside the block.
 
-        For value norms, exponential averages, manual ``copy_`` and the like.
+        For value norms, exponential averages, or a manual ``copy_``.
         """
         self._guard.wait()
         yield

@@ -3,7 +3,7 @@
 `save_async` must return at once, and training must be free to go on, yet what is saved must be the state at the moment
 of the call. Three things make that so:
 
-* Tensors that a guard covers are copied by a thread of their own while training goes on with whatever does not change
+* Tensors that a guard covers are copied by a separate thread while training continues with work that does not change
   them (the next rollout). A barrier, in the step pre-hook of each guarded optimizer, waits for the copy, not the write.
 * Everything else is copied before the call returns.
 * Copies go into memory that is kept and reused: a fresh allocation costs more than the copy.
@@ -89,7 +89,7 @@ class Snapshot:
     _pid: int = field(default_factory=os.getpid)
 
     def copy_later(self) -> None:
-        """Copy what was left for later; runs on a thread of its own."""
+        """Copy the guarded tensors; runs on a separate thread."""
         try:
             if self._later is not None:
                 self._later.start(self._pool)
@@ -97,7 +97,7 @@ class Snapshot:
             self._copied.set()
             for _, event in self._events:
                 event.synchronize()
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised in `wait`
             self._error = error
         finally:
             for part in self._parts:
@@ -127,7 +127,7 @@ class Snapshot:
 
     def wait_copied(self) -> None:
         """Block until the state has been copied and may change."""
-        if os.getpid() != self._pid:  # a forked child has memory of its own, and no copying thread
+        if os.getpid() != self._pid:  # a forked child has separate memory, and no copying thread
             return
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
@@ -175,7 +175,7 @@ class Snapshot:
 
 
 class Guard:
-    """Knows which state is guarded, and makes whoever changes it wait for copies under way."""
+    """Knows which state is guarded, and blocks changes to it while it is being copied."""
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -242,7 +242,7 @@ class Guard:
         self._active = [*(active for active in self._active if not active.copied), snapshot]
 
     def wait(self) -> None:
-        """Block until every snapshot under way has been copied; a few microseconds if none is."""
+        """Block until every pending snapshot has been copied; takes a few microseconds if there is none."""
         active, self._active = self._active, []
         if not active:
             return
@@ -320,7 +320,7 @@ def _copy_rest(tree: Tree) -> Tree:
 
 
 def _start_copying(snapshot: Snapshot, part: _Part, device: torch.device) -> None:
-    """Copy tensors from an accelerator: on CUDA on a stream of its own, after the work that is queued already."""
+    """Copy tensors from an accelerator: on CUDA on a separate stream, after the work that is already queued."""
     snapshot._parts.append(part)
     stream: Any = None
     if device.type == "cuda":

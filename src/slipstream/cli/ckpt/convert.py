@@ -63,7 +63,7 @@ def _convert(source: Path, target: Path, kind: Format, *, force: bool, tensors_o
     sync_folder(target.parent)
     lost = _left_out(state, content) + (["its metadata"] if metadata and kind is not Format.NATIVE else [])
     without = f"; without {' and '.join(lost)}, which this format cannot hold" if lost else ""
-    trust = "; it holds NumPy values or the like, which load with weights_only=False only" if needs_trust else ""
+    trust = "; it holds NumPy values or other objects, which load with weights_only=False only" if needs_trust else ""
     return (
         f"{target}: {kind.value} checkpoint, {format_bytes(target.stat().st_size)}, read back and equal{without}{trust}"
     )

@@ -22,7 +22,7 @@ from slipstream.text import plural
 def prune(
     folder: Annotated[Path, typer.Argument(help=f"A folder of {PATTERN}.", show_default=False)],
     *,
-    keep_last: Annotated[int, typer.Option(min=1, help="Keep the newest so many.", show_default=False)],
+    keep_last: Annotated[int, typer.Option(min=1, help="Keep the N newest.", show_default=False)],
     keep_every: Annotated[int | None, typer.Option(min=1, help="Keep multiples of this step, too.")] = None,
     keep_best: Annotated[
         str | None, typer.Option(metavar="METRIC:max|min", help="Keep the best by this metric, too.")

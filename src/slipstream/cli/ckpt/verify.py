@@ -47,7 +47,7 @@ def verify(
 
 @dataclass
 class _Verdict:
-    """What became of checking one file."""
+    """The result of checking one file."""
 
     file: Path
     format: str = "unknown"
