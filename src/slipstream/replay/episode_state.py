@@ -20,6 +20,7 @@ from slipstream.replay.frames import FrameLog
 from slipstream.replay.log_state import load_log_state, log_state
 from slipstream.replay.prefix_sum import PrefixSum
 from slipstream.replay.tail import Tail
+from slipstream.schema.dtypes import parse_numpy_dtype
 from slipstream.store.container import Container
 from slipstream.store.local import make_folder
 from slipstream.store.writer import write_container
@@ -67,7 +68,7 @@ def _plain_state(state: Any) -> Any:
 
 def _generator_state(plain: Any) -> Any:
     if isinstance(plain, Mapping) and set(plain) == {"array", "dtype"}:
-        return np.array(plain["array"], plain["dtype"])
+        return np.array(plain["array"], parse_numpy_dtype(plain["dtype"]))
     if isinstance(plain, Mapping):
         return {key: _generator_state(value) for key, value in plain.items()}
     return int(plain) if isinstance(plain, str) and plain.lstrip("-").isdigit() else plain

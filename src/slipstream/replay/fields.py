@@ -15,6 +15,7 @@ from slipstream.errors import CorruptFileError, ReplayError
 from slipstream.replay.images import line_bytes_of
 from slipstream.replay.jpeg import channel_axis, check_quality
 from slipstream.replay.packing import ImageRows, RowPacker, Rows, VectorRows
+from slipstream.schema.dtypes import parse_numpy_dtype
 
 VECTORS = 0
 """The column of everything that is not an image."""
@@ -179,7 +180,12 @@ class RowLayout:
         """
         try:
             specs = [
-                Spec(str(item["name"]), str(item["dtype"]), tuple(map(int, item["shape"])), bool(item["of_frames"]))
+                Spec(
+                    str(item["name"]),
+                    parse_numpy_dtype(item["dtype"]).str,
+                    tuple(map(int, item["shape"])),
+                    bool(item["of_frames"]),
+                )
                 for item in documents
             ]
             qualities = {item["name"]: item["jpeg"] for item in documents if item["jpeg"] is not None}
