@@ -6,7 +6,8 @@ import weakref
 
 import pytest
 
-from slipstream.threads import background_threads, default_threads, parallel_map, usable_cores
+from slipstream.threads import Notifier, background_threads, default_threads, parallel_map, usable_cores
+from tests.interrupts import interruptions
 
 
 def test_results_come_in_the_order_of_the_items():
@@ -102,3 +103,60 @@ def test_results_are_not_kept_after_they_are_consumed():
 def test_thread_counts_are_positive_and_ordered():
     assert 1 <= background_threads() <= default_threads() <= usable_cores()
     assert default_threads() <= 8
+
+
+def test_a_map_that_is_interrupted_anywhere_leaves_no_thread_behind():
+    before = threading.active_count()
+    interrupted = 0
+    for _ in interruptions(lambda: list(parallel_map(abs, range(-3, 3), threads=2))):
+        interrupted += 1
+        assert list(parallel_map(abs, [-1, 2], threads=2)) == [1, 2]
+    assert interrupted > 10
+    # Threads that were told to end may need a moment for it.
+    deadline = threading.Event()
+    for _ in range(600):
+        if threading.active_count() == before:
+            break
+        deadline.wait(0.1)
+    assert threading.active_count() == before
+
+
+def test_a_notifier_wakes_every_thread_whose_condition_is_true():
+    notifier = Notifier()
+    numbers: list[int] = []
+    woken: list[int] = []
+
+    def wait(number: int) -> None:
+        assert notifier.wait_until(lambda: number in numbers, timeout_s=60)
+        woken.append(number)
+
+    crew = [threading.Thread(target=wait, args=(number,)) for number in range(20)]
+    for thread in crew:
+        thread.start()
+    for number in range(20):
+        numbers.append(number)
+        notifier.notify_all()
+    for thread in crew:
+        thread.join()
+    assert sorted(woken) == list(range(20))
+
+
+def test_a_notifier_gives_up_when_the_time_is_up():
+    assert not Notifier().wait_until(lambda: False, timeout_s=0.001)
+    assert Notifier().wait_until(lambda: True, timeout_s=0)
+
+
+def test_a_notifier_that_is_interrupted_anywhere_still_wakes_others():
+    notifier = Notifier()
+    is_ready = False
+    threads = []
+    for action in (notifier.notify_all, lambda: notifier.wait_until(lambda: False, timeout_s=0.001)):
+        for _ in interruptions(action):
+            thread = threading.Thread(target=notifier.wait_until, args=(lambda: is_ready,))
+            thread.start()
+            threads.append(thread)
+    is_ready = True
+    notifier.notify_all()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()

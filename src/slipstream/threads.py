@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
+import itertools
 import os
 import threading
 import time
@@ -85,35 +87,45 @@ class _Outcome(Generic[R]):
 
 
 class _Crew(Generic[T, R]):
-    """Threads that process items in order, at most two per thread ahead of the consumer."""
+    """Threads that process items in order, at most two per thread ahead of the consumer.
+
+    The consumer is often the main thread, which Ctrl-C may interrupt anywhere. So nothing here is guarded by a lock:
+    `next` of a counter and the assignment of one item or attribute are atomic.
+    """
 
     def __init__(self, function: Callable[[T], R], items: Sequence[T], count: int) -> None:
         self._function = function
         self._items = items
         self._ahead = 2 * count
-        self._changed = threading.Condition()
+        self._changed = Notifier()
         self._outcomes: dict[int, _Outcome[R]] = {}
-        self._num_started = 0
+        self._indices = itertools.count()
         self._num_consumed = 0
         self._dismissed = False
         self.threads: list[threading.Thread] = []
+        try:
+            self._start(count)
+        except BaseException:
+            # Ctrl-C: nobody will consume the results.
+            self._tell_threads_to_end()
+            raise
+
+    def _start(self, count: int) -> None:
         for _ in range(count):
             thread = threading.Thread(target=self._work, daemon=True)
             try:
                 thread.start()
             except RuntimeError:
                 # The system has no more threads. Those that started do all the work.
-                break
+                return
             self.threads.append(thread)
 
     def result(self, index: int) -> R:
         """Wait for a result; call it for every index in order."""
-        with self._changed:
-            while index not in self._outcomes:
-                self._changed.wait()
-            outcome = self._outcomes.pop(index)
-            self._num_consumed += 1
-            self._changed.notify_all()
+        self._changed.wait_until(lambda: index in self._outcomes)
+        outcome = self._outcomes.pop(index)
+        self._num_consumed = index + 1
+        self._changed.notify_all()
         if outcome.error is not None:
             try:
                 raise outcome.error
@@ -124,16 +136,26 @@ class _Crew(Generic[T, R]):
 
     def dismiss(self) -> None:
         """Start no further item, and wait for those in progress."""
-        with self._changed:
-            self._dismissed = True
-            self._changed.notify_all()
+        self._tell_threads_to_end()
         for thread in self.threads:
             thread.join()
 
+    def _tell_threads_to_end(self) -> None:
+        self._dismissed = True
+        self._changed.notify_all()
+
     def _work(self) -> None:
         """Process items until none is left; runs on each thread."""
-        while (index := self._next_index()) is not None:
+        for index in self._indices:
+            if index >= len(self._items):
+                return
+            self._changed.wait_until(functools.partial(self._may_process, index))
+            if self._dismissed:
+                return
             self._process(index)
+
+    def _may_process(self, index: int) -> bool:
+        return self._dismissed or index < self._num_consumed + self._ahead
 
     def _process(self, index: int) -> None:
         """Compute one result and hand it to the consumer; keeps no reference to it."""
@@ -142,20 +164,8 @@ class _Crew(Generic[T, R]):
             outcome.result = self._function(self._items[index])
         except BaseException as error:  # noqa: BLE001 - raised again where the result is consumed
             outcome.error = error
-        with self._changed:
-            self._outcomes[index] = outcome
-            self._changed.notify_all()
-
-    def _next_index(self) -> int | None:
-        """Return the next item to process, or None if there is nothing left to do."""
-        with self._changed:
-            while not self._dismissed and self._num_started - self._num_consumed >= self._ahead:
-                self._changed.wait()
-            if self._dismissed or self._num_started == len(self._items):
-                return None
-            index = self._num_started
-            self._num_started += 1
-            return index
+        self._outcomes[index] = outcome
+        self._changed.notify_all()
 
 
 class Notifier:
