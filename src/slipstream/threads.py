@@ -15,13 +15,16 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_POLL_S = 1.0
 
 
 def usable_cores() -> int:
@@ -67,13 +70,14 @@ def parallel_map(function: Callable[[T], R], items: Sequence[T], threads: int | 
     if count <= 1:
         yield from map(function, items)
         return
-    crew = _Crew(function, items, count)
+    work = _Work(function, items, ahead=2 * count)
+    crew = _Crew(work, count)
     if not crew.threads:
         yield from map(function, items)
         return
     try:
         for index in range(len(items)):
-            yield crew.result(index)
+            yield work.result(index)
     finally:
         crew.dismiss()
 
@@ -86,42 +90,43 @@ class _Outcome(Generic[R]):
     error: BaseException | None = None
 
 
-class _Crew(Generic[T, R]):
-    """Threads that process items in order, at most two per thread ahead of the consumer.
+class _Work(Generic[T, R]):
+    """Items to process in order, at most `ahead` of the consumer, and their results.
 
     The consumer is often the main thread, which Ctrl-C may interrupt anywhere. So nothing here is guarded by a lock:
     `next` of a counter and the assignment of one item or attribute are atomic.
     """
 
-    def __init__(self, function: Callable[[T], R], items: Sequence[T], count: int) -> None:
+    def __init__(self, function: Callable[[T], R], items: Sequence[T], ahead: int) -> None:
         self._function = function
         self._items = items
-        self._ahead = 2 * count
+        self._ahead = ahead
         self._changed = Notifier()
         self._outcomes: dict[int, _Outcome[R]] = {}
         self._indices = itertools.count()
         self._num_consumed = 0
-        self._dismissed = False
-        self.threads: list[threading.Thread] = []
-        try:
-            self._start(count)
-        except BaseException:
-            # Ctrl-C: nobody will consume the results.
-            self._tell_threads_to_end()
-            raise
+        self._is_cancelled = False
+        self._process_id = os.getpid()
+        self.crew: Callable[[], _Crew | None] = lambda: None
 
-    def _start(self, count: int) -> None:
-        for _ in range(count):
-            thread = threading.Thread(target=self._work, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                # The system has no more threads. Those that started do all the work.
+    def run(self) -> None:
+        """Process items until none is left; runs on each thread."""
+        for index in self._indices:
+            if index >= len(self._items):
                 return
-            self.threads.append(thread)
+            # Ctrl-C may interrupt the call that cancels, so look now and then whether the consumer still exists.
+            may_continue = functools.partial(self._may_continue, index)
+            while not self._changed.wait_until(may_continue, timeout_s=_POLL_S):
+                continue
+            if self._has_no_consumer():
+                return
+            self._process(index)
 
     def result(self, index: int) -> R:
         """Wait for a result; call it for every index in order."""
+        if os.getpid() != self._process_id and index not in self._outcomes:
+            # A forked child has no threads.
+            return self._function(self._items[index])
         self._changed.wait_until(lambda: index in self._outcomes)
         outcome = self._outcomes.pop(index)
         self._num_consumed = index + 1
@@ -134,28 +139,16 @@ class _Crew(Generic[T, R]):
                 outcome.error = None
         return outcome.result  # type: ignore[return-value]
 
-    def dismiss(self) -> None:
-        """Start no further item, and wait for those in progress."""
-        self._tell_threads_to_end()
-        for thread in self.threads:
-            thread.join()
-
-    def _tell_threads_to_end(self) -> None:
-        self._dismissed = True
+    def cancel(self) -> None:
+        """Start no further item."""
+        self._is_cancelled = True
         self._changed.notify_all()
 
-    def _work(self) -> None:
-        """Process items until none is left; runs on each thread."""
-        for index in self._indices:
-            if index >= len(self._items):
-                return
-            self._changed.wait_until(functools.partial(self._may_process, index))
-            if self._dismissed:
-                return
-            self._process(index)
+    def _may_continue(self, index: int) -> bool:
+        return self._has_no_consumer() or index < self._num_consumed + self._ahead
 
-    def _may_process(self, index: int) -> bool:
-        return self._dismissed or index < self._num_consumed + self._ahead
+    def _has_no_consumer(self) -> bool:
+        return self._is_cancelled or self.crew() is None
 
     def _process(self, index: int) -> None:
         """Compute one result and hand it to the consumer; keeps no reference to it."""
@@ -166,6 +159,37 @@ class _Crew(Generic[T, R]):
             outcome.error = error
         self._outcomes[index] = outcome
         self._changed.notify_all()
+
+
+class _Crew:
+    """The threads of one call. They end when this object is dismissed, or when nobody refers to it any more.
+
+    The second way is for Ctrl-C before the consumer gets to its ``try`` statement.
+    """
+
+    def __init__(self, work: _Work[Any, Any], count: int) -> None:
+        self._work = work
+        self._process_id = os.getpid()
+        work.crew = weakref.ref(self)
+        self.threads: list[threading.Thread] = []
+        for _ in range(count):
+            thread = threading.Thread(target=work.run, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                # The system has no more threads. Those that started do all the work.
+                return
+            self.threads.append(thread)
+
+    def dismiss(self) -> None:
+        """Start no further item, and wait for those in progress."""
+        self._work.cancel()
+        if os.getpid() != self._process_id:
+            return
+        for thread in self.threads:
+            # The garbage collector may close the iterator on any thread, also on one of these.
+            if thread is not threading.current_thread():
+                thread.join()
 
 
 class Notifier:
