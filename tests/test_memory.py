@@ -281,11 +281,14 @@ def test_a_child_forked_while_a_pool_is_warming_does_not_wait_for_it():
     def take_in_child() -> None:
         os._exit(pool.take(1000).nbytes != 1000)
 
-    child = multiprocessing.get_context("fork").Process(target=take_in_child)
+    child = multiprocessing.get_context("fork").Process(target=take_in_child, daemon=True)
     child.start()
-    child.join(60)
-    assert child.exitcode == 0
-    proceed.set()
+    try:
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        proceed.set()
+        child.kill()
 
 
 def test_a_pool_works_while_the_interpreter_shuts_down():
