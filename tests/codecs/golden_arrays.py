@@ -41,8 +41,8 @@ def golden_arrays() -> dict[str, tuple[Array, Array]]:
         "walk": walk.astype(np.float32) / np.float32(64),
         "counts": walk.astype(np.int16),
         # Differences of 20 and 21 bits: one too few and just enough to store their low halves verbatim.
-        "20 bits": np.cumsum(noise(20_000, 8) >> np.uint32(13), dtype=np.uint32).reshape(2, -1),
-        "21 bits": np.cumsum(noise(20_000, 9) >> np.uint32(12), dtype=np.uint32).reshape(2, -1),
+        "20 bits": np.cumsum((noise(20_000, 8) >> 12) - np.uint32(1 << 19), dtype=np.uint32).reshape(2, -1),
+        "21 bits": np.cumsum((noise(20_000, 9) >> 11) - np.uint32(1 << 20), dtype=np.uint32).reshape(2, -1),
         "flags": (noise(9000, 5) % 50 == 0).reshape(30, 300),
         "bits": (noise(9001, 6) & np.uint32(0b111000)).astype(np.uint8),
         "image": (noise(64 * 64 * 3, 7) % 9 + np.arange(64 * 64 * 3, dtype=np.uint32) // 64).astype(np.uint8),
