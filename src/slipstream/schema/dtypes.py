@@ -6,6 +6,7 @@ A name that a file claims is looked up in a table or matched against a fixed pat
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,7 @@ _NUMPY_NAME = re.compile(
 )
 
 
+@functools.lru_cache(maxsize=256)
 def dtype_name(dtype: Any) -> str:
     """Return the name of a torch dtype, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")

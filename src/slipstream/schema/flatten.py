@@ -19,7 +19,7 @@ from slipstream.schema.unflatten import read_plain
 from slipstream.schema.values import KINDS, Json, TorchValues, is_exact_int, is_exact_text
 
 _OBJECT = "object"
-_CONTAINERS = ("list", "tuple", "set", "frozenset", "dict", "OrderedDict", "TensorDict")
+_CONTAINERS = frozenset({"list", "tuple", "set", "frozenset", "dict", "OrderedDict", "TensorDict"})
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,11 @@ def flatten(value: Any, *, opaque: bool = False, key: Key = ()) -> Tree:
 
 def check_storable(tensor: Any, key: Key) -> None:
     """Raise `UnsupportedStateError` unless a tensor is a plain strided piece of memory."""
-    problem = _why_not_storable(tensor)
-    if problem is not None:
+    kind: Any = type(tensor)
+    problem = f"is a {kind.__qualname__}, which cannot be stored as data"
+    if _tag_of_type(kind) == "tensor":
+        problem = _memory_problem(tensor)
+    if problem:
         raise UnsupportedStateError(f"{name_of(key, 'the state')} {problem}; store a dense tensor, or save as .pt")
 
 
@@ -95,12 +98,9 @@ def is_tensor(value: Any) -> bool:
     return any((base.__module__, base.__name__) == ("torch", "Tensor") for base in type(value).__mro__)
 
 
-def _why_not_storable(tensor: Any) -> str | None:
-    """Return what keeps a tensor from being stored, or None."""
-    kind: Any = type(tensor)
-    if _tag_of_type(kind) != "tensor":
-        return f"is a {kind.__qualname__}, which cannot be stored as data"
-    if str(tensor.layout) != "torch.strided":
+def _memory_problem(tensor: Any) -> str:
+    """Return why a tensor is not a strided piece of memory; empty if it is one."""
+    if not _is_strided(tensor.layout):
         return f"has layout {tensor.layout}, which cannot be stored as data"
     if tensor.is_quantized:
         return "is quantized, which cannot be stored as data"
@@ -108,7 +108,12 @@ def _why_not_storable(tensor: Any) -> str | None:
         return "is a meta tensor without data"
     if tensor.is_nested:
         return "is a nested tensor, which cannot be stored as data"
-    return None
+    return ""
+
+
+@functools.lru_cache(maxsize=64)
+def _is_strided(layout: Any) -> bool:
+    return str(layout) == "torch.strided"
 
 
 # Only these exact types: what a subclass adds would be lost. A masked array, for one, would lose its mask.
@@ -176,15 +181,13 @@ class _Writer:
             return self._refuse(value, key, f"comes after {MAX_NODES:,} other values: store long lists as arrays")
         kind: Any = type(value)
         tag = _tag_of_type(kind)
-        match tag:
-            case "null" | "bool":
-                return value
-            case "tensor" | "array" | "TensorDict" if plain:
-                return self._refuse(value, key, f"is a {tag} used as a key or in a set")
-            case "tensor":
-                return self._write_tensor(value, key)
-            case "array":
-                return self._write_array(value, key)
+        if plain and tag in ("tensor", "array", "TensorDict"):
+            return self._refuse(value, key, f"is a {tag} used as a key or in a set")
+        # The most frequent first: a save waits for this walk.
+        if tag == "tensor":
+            return self._write_tensor(value, key)
+        if tag == "array":
+            return self._write_array(value, key)
         if tag not in _CONTAINERS:
             return self._write_value(value, key, tag)
         if id(value) in self._open:
@@ -207,8 +210,8 @@ class _Writer:
         return self._write_dict(value, key, tag, plain)
 
     def _write_tensor(self, tensor: Any, key: Key) -> Json:
-        problem = _why_not_storable(tensor)
-        if problem is not None:
+        problem = _memory_problem(tensor)
+        if problem:
             return self._refuse(tensor, key, problem)
         node: dict[str, Json] = {TAG: "tensor", "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
         # Written only where they are true, which keeps the index of large states small.
@@ -255,6 +258,8 @@ class _Writer:
 
     def _write_value(self, value: Any, key: Key, tag: str) -> Json:
         """Return the node of a plain value."""
+        if tag in ("null", "bool"):
+            return value
         if tag == "int" and is_exact_int(value):
             return value
         if tag == "str" and is_exact_text(value):
