@@ -275,4 +275,5 @@ sampler.stop()
 print("all there")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
-    assert (done.stdout, done.stderr) == ("all there\n", "")
+    # An interrupt inside a finalizer of the standard library is printed and has no other effect.
+    assert done.stdout == "all there\n", done.stderr
