@@ -157,14 +157,18 @@ def part_shape(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> tuple
     """Return the shape of the largest part of at most `limit_bytes` that is contiguous in C order.
 
     Such a part spans some indices of one axis, a single index of every axis before it, and all of every axis after it.
+    If a single element is larger than the limit, the part is that element.
     """
-    inner_bytes = itemsize * math.prod(shape)
     part = list(shape)
+    part_bytes = itemsize * math.prod(shape)
     for axis, length in enumerate(shape):
-        if inner_bytes <= limit_bytes or not inner_bytes:
+        # The array is empty, or the part is small enough with all of this axis and of those after it.
+        if part_bytes <= limit_bytes or not part_bytes:
             break
-        inner_bytes //= length
-        part[axis] = max(1, limit_bytes // inner_bytes)
+        # The size of the part with a single index of this axis.
+        part_bytes //= length
+        part[axis] = max(1, limit_bytes // part_bytes)
+        # If not even two indices fit, the next axis may have to be split as well.
         if part[axis] > 1:
             break
     return tuple(part)
@@ -229,16 +233,25 @@ def _require_writable(out: NDArray[Any]) -> None:
         raise CodecError(f"out is {out.dtype}{list(out.shape)}, expected a C-contiguous, writable array")
 
 
+def check_reference(reference: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Raise `CodecError` unless `reference` has the dtype and shape of the array that is stored against it."""
+    if reference.dtype != dtype or reference.shape != shape:
+        raise CodecError(
+            f"reference is {reference.dtype}{list(reference.shape)}, the array is {dtype}{list(shape)}: they must match"
+        )
+
+
 def rotate_left(words: Words, out: Words) -> None:
     """Move the sign bit to the bottom, so that the exponent of a float starts at the top bit."""
     sign_place = words.dtype.itemsize * 8 - 1
-    # Without negative numbers a shift is enough: one pass instead of three.
+    # Without negative numbers there is no sign to move: one pass instead of three.
     if words.size and int(words.max()) >> sign_place == 0:
+        # Adding a word to itself shifts it left by one bit, and is faster than a shift.
         np.add(words, words, out=out)
         return
     sign = scratch("carry", words.size, words.dtype)
+    # Read the sign first: `out` may be the same memory as `words`.
     np.right_shift(words, sign_place, out=sign)
-    # Adding a word to itself shifts it left by one bit, and is faster than a shift.
     np.add(words, words, out=out)
     np.bitwise_or(out, sign, out=out)
 
@@ -261,7 +274,8 @@ def flip_negative(words: Words, out: Words) -> None:
             np.copyto(out, words)
         return
     mask = scratch("carry", words.size, words.dtype)
-    # All bits but the sign where a word is negative, no bits elsewhere.
+    # An arithmetic shift copies the sign into all bits; the second shift clears the sign itself. The mask then has all
+    # other bits where a word is negative, and no bits elsewhere.
     np.right_shift(_signed(words), sign_place, out=_signed(mask))
     np.right_shift(mask, 1, out=mask)
     np.bitwise_xor(words, mask, out=out)
@@ -270,6 +284,7 @@ def flip_negative(words: Words, out: Words) -> None:
 def zigzag(words: Words, out: Words) -> None:
     """Map small two's-complement numbers of either sign to small unsigned ones: 0, -1, 1, -2 to 0, 1, 2, 3."""
     sign = scratch("carry", words.size, words.dtype)
+    # All bits where a word is negative, no bits elsewhere.
     np.right_shift(_signed(words), words.dtype.itemsize * 8 - 1, out=_signed(sign))
     np.left_shift(words, 1, out=out)
     np.bitwise_xor(out, sign, out=out)
@@ -278,6 +293,7 @@ def zigzag(words: Words, out: Words) -> None:
 def unzigzag(words: Words, out: Words) -> None:
     """Undo `zigzag`."""
     sign = scratch("carry", words.size, words.dtype)
+    # The lowest bit is the sign. Negating 1 sets all bits, negating 0 none.
     np.bitwise_and(words, 1, out=sign)
     np.negative(_signed(sign), out=_signed(sign))
     np.right_shift(words, 1, out=out)

@@ -35,6 +35,7 @@ MAX_RATIO = 32
 
 _MAGIC = 0x184D2204
 _SKIPPABLE = range(0x184D2A50, 0x184D2A60)
+# Header, one block with one byte, end mark: a shorter frame has no content.
 _SMALLEST_FRAME = 16
 # No LZ4 block expands more than this, so a frame that claims to is lying.
 _BEST_RATIO = 255
@@ -231,7 +232,7 @@ def _pieces(frame: memoryview, limit: int) -> Iterator[bytes]:
     done = False
     while not done:
         try:
-            piece, num_used, done = lz4.frame.decompress_chunk(context, frame, max_length=min(left, FRAME_BYTES + 1))
+            piece, num_used, done = lz4.frame.decompress_chunk(context, frame, max_length=min(left, FRAME_BYTES))
         except RuntimeError as error:
             raise CodecError(f"lz4 frame is damaged ({error})") from error
         left -= len(piece)
@@ -239,6 +240,7 @@ def _pieces(frame: memoryview, limit: int) -> Iterator[bytes]:
             raise CodecError(f"lz4 content exceeds the limit of {limit} bytes")
         if not done and not piece and not num_used:
             raise CodecError("lz4 frame is cut off")
+        # Continue behind the input that the decompressor has consumed.
         frame = frame[num_used:]
         if piece:
             yield piece
@@ -247,6 +249,7 @@ def _pieces(frame: memoryview, limit: int) -> Iterator[bytes]:
 def _measure_frame(view: memoryview, start: int, limit: int) -> Frame:
     """Find the end of the frame at `start`, and the size of its content, which must not exceed `limit`."""
     stop, size = _walk_blocks(view, start)
+    # A file full of empty frames would take long to read, and nobody writes such a file.
     if stop - start < _SMALLEST_FRAME and (start or stop < len(view)):
         raise CodecError(f"lz4 frame at byte {start} is empty, which is allowed only if it is the only one")
     if size is None:

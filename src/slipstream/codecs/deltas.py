@@ -19,6 +19,7 @@ from slipstream.codecs.base import (
     Layout,
     Words,
     as_words,
+    check_reference,
     flip_negative,
     is_float,
     middle_part,
@@ -36,6 +37,7 @@ _ORDERED = 2
 _LINEAR = 3
 # Flags in the first byte of a payload, added to the mode.
 _FLOATING = 4
+# Plain mode with the first and the later steps encoded as one array. Always set now; older files may lack it.
 _WHOLE = 8
 
 _SAMPLE_BYTES = 64 << 10
@@ -77,14 +79,9 @@ class Difference(PlaneCodec):
 
     def _check(self, array: NDArray[Any]) -> None:
         """Raise `CodecError` unless there is a reference of the dtype and shape of `array`."""
-        reference = self._reference
-        if reference is None:
+        if self._reference is None:
             raise CodecError("codec 'difference' needs a reference array, set it with against(reference)")
-        if reference.dtype != array.dtype or reference.shape != array.shape:
-            raise CodecError(
-                f"reference is {reference.dtype}{list(reference.shape)}, the array is "
-                f"{array.dtype}{list(array.shape)}: they must match"
-            )
+        check_reference(self._reference, array.dtype, array.shape)
 
     def _reference_words(self) -> Words:
         assert self._reference is not None, "_check has run"  # noqa: S101
@@ -179,8 +176,11 @@ class Timewise(PlaneCodec):
         # Flags rarely change from one step to the next.
         if array.dtype == np.bool_:
             return dataclasses.replace(self, mode="xor")
+        # All zeros: every mode compresses them equally well, and this one is the fastest. Arrays that are not
+        # contiguous would have to be copied for this test.
         if array.flags.c_contiguous and not np.count_nonzero(as_words(array)):
             return dataclasses.replace(self, mode="plain")
+        # A sample is encoded four times, so a small array gets a smaller one: 16 to 64 KiB.
         sample_bytes = min(_SAMPLE_BYTES, max(_SAMPLE_BYTES // 4, array.nbytes // 16))
         sample = middle_part(array, sample_bytes)
         words = as_words(sample)
@@ -255,6 +255,7 @@ def _best_mode(series: Words, floating: bool, level: int) -> int:
     """Return the mode that compresses a tile from the middle best."""
     tiles = list(_tiles(series.shape, _SAMPLE_BYTES // series.dtype.itemsize))
     sample = series[tiles[len(tiles) // 2]]
+    # A single step has no neighbour to compare with.
     if sample.shape[1] == 1:
         return _PLAIN
     sizes = {}
@@ -303,6 +304,7 @@ def _subtract_neighbours(tile: Words, mode: int, floating: bool, out: Words) -> 
         tile = ordered.reshape(tile.shape)
     np.subtract(tile[:, 1:], tile[:, :-1], out=out)
     if mode == _LINEAR:
+        # The first difference stays. NumPy copies an operand that overlaps the result, so this is safe in place.
         np.subtract(out[:, 1:], out[:, :-1], out=out[:, 1:])
     flat = out.reshape(-1)
     zigzag(flat, flat)
@@ -335,6 +337,7 @@ def _add_neighbours(tile: Words, first: Words, later: Words, mode: int, floating
         start = first.reshape(-1)
         flip_negative(start, start)
     if mode == _LINEAR:
+        # From differences of differences to differences.
         np.add.accumulate(later, axis=2, dtype=later.dtype, out=later)
     if tile.shape[2] >= _WIDE_STEP:
         # A step is wide enough to hide the cost of the loop, which is then faster than accumulating.

@@ -36,7 +36,7 @@ HUFFMAN_LEVEL = 0
 
 # A plane that shrinks by less than this is stored: decoding it would take longer than reading the saved bytes.
 _WORTHWHILE = 0.985
-# Below this, repeats are the reason: a Huffman code takes at least an eighth of a byte per byte.
+# A frame below this share of its content owes that to repeats: a Huffman code takes at least one bit per byte.
 _MATCHED = 0.125
 
 Bytes = NDArray[np.uint8]
@@ -105,15 +105,18 @@ def decompress_into(out: memoryview, frames: Sequence[bytes | memoryview], size:
     unpack = decompressor().decompress
     claimed = zstandard.frame_content_size
     place = 0
-    try:
-        for frame in frames:
-            body = memoryview(frame)[skip:]
-            if claimed(body) != size:
-                raise CodecError(f"zstd frame claims {claimed(body)} bytes of content, expected {size}")
-            out[place : place + size] = unpack(body, size, allow_extra_data=False)
-            place += size
-    except (zstandard.ZstdError, ValueError) as error:
-        raise CodecError(f"zstd frame is damaged ({error})") from error
+    for frame in frames:
+        body = memoryview(frame)[skip:]
+        try:
+            claimed_bytes = claimed(body)
+            if claimed_bytes == size:
+                # Raises ValueError if the frame holds less than it claims.
+                out[place : place + size] = unpack(body, size, allow_extra_data=False)
+        except (zstandard.ZstdError, ValueError) as error:
+            raise CodecError(f"zstd frame is damaged ({error})") from error
+        if claimed_bytes != size:
+            raise CodecError(f"zstd frame claims {claimed_bytes} bytes of content, expected {size}")
+        place += size
 
 
 def decompressor() -> zstandard.ZstdDecompressor:
@@ -156,7 +159,7 @@ def encode_plane(plane: Bytes, level: int) -> tuple[int, bytes]:
     sample = plane[start : start + SAMPLE_BYTES]
     trial, best_level = _compress_sample(sample, level)
 
-    # Pack bits unless zstd makes the sample smaller than the bits in use.
+    # Pack bits unless zstd makes the sample smaller than the packed bits would be.
     used = int(np.bitwise_or.reduce(plane))
     num_used = used.bit_count()
     if num_used < 8 and len(trial) >= sample.size * num_used / 8 * _WORTHWHILE:
@@ -167,6 +170,7 @@ def encode_plane(plane: Bytes, level: int) -> tuple[int, bytes]:
     if len(trial) < sample.size * _WORTHWHILE:
         # A small plane is its sample: compressed already.
         frame = trial if sample.size == size else compress_zstd(plane, best_level)
+        # The sample may have been more compressible than the rest.
         if len(frame) < size:
             return ZSTD_FRAME, frame
     return STORED, plane.tobytes()

@@ -44,7 +44,7 @@ _HALVED = 8
 _SPARSE_FROM = 0.25
 # Share of mask bytes with both zeros and ones from which indices select faster than the mask.
 _SCATTERED_FROM = 0.4
-# How many bits of a difference must reach into the upper half: fewer say too little about their distribution.
+# Differences are split into halves if the largest has at least this many bits in its high half.
 _ENOUGH_BITS = 5
 _BYTES = np.dtype(np.uint8)
 
@@ -138,6 +138,7 @@ def encode_words(words: Words, kind: WordKind, level: int) -> list[bytes]:
 
 def _encode_block(words: Words, kind: WordKind, level: int) -> list[bytes]:
     """Encode up to 1 MiB of words as a header followed by byte planes."""
+    # The header comes first in the payload but is complete last: each step below notes in it how to undo the step.
     header = _BlockHeader()
     parts: list[bytes] = []
     is_nonzero = words != 0
@@ -149,6 +150,7 @@ def _encode_block(words: Words, kind: WordKind, level: int) -> list[bytes]:
     if _low_half_is_noise(words, kind, level):
         header.flags |= _HALVED
         half = _half_memory(words)
+        # Casting to a narrower type keeps the low half.
         np.copyto(half, words, casting="unsafe")
         parts += _plane_parts(STORED, half.tobytes())
         np.right_shift(words, 4 * words.dtype.itemsize, out=half, casting="unsafe")
@@ -175,10 +177,11 @@ def _selector(is_nonzero: NDArray[np.bool_], mask: NDArray[np.uint8]) -> NDArray
 def _low_half_is_noise(words: Words, kind: WordKind, level: int) -> bool:
     """Return whether the low halves of words are incompressible, and the high ones wide enough to be encoded alone."""
     width = words.dtype.itemsize
-    # Too few words to tell, or to matter.
+    # Too narrow to be split, or too few words to tell or to matter.
     if width < 4 or words.size < SAMPLE_BYTES:
         return False
-    # The leading bits of differences are skewed, and the high half alone would miss that.
+    # The leading bits of differences are skewed: small numbers are more frequent. If only a few of these bits were in
+    # the high half, the others would be stored verbatim with the low half.
     if kind is WordKind.DIFFERENCES and int(words.max()).bit_length() < 4 * width + _ENOUGH_BITS:
         return False
     start = (words.size - SAMPLE_BYTES) // 2
@@ -200,6 +203,7 @@ def _align(words: Words, kind: WordKind, header: _BlockHeader) -> Words:
     else:
         np.copyto(work, words)
     _rebase(work, header)
+    # The leading zero bits that all words share. If all words are zero, that is every bit, and no shift is needed.
     header.shift = (8 * width - int(work.max()).bit_length()) % (8 * width)
     if header.shift:
         # A multiplication shifts to the left, and is faster than a shift.
@@ -331,10 +335,12 @@ class BlockReader:
         header = self._read_header(out.dtype.itemsize)
         words = out
         if header.flags & _SPARSE:
-            mask = self._read_plane(-(-out.size // 8))
+            mask_bytes = -(-out.size // 8)
+            mask = self._read_plane(mask_bytes)
             # A constant mask is a single byte.
-            whole_mask = np.broadcast_to(mask, -(-out.size // 8))
+            whole_mask = np.broadcast_to(mask, mask_bytes)
             is_nonzero = np.unpackbits(whole_mask, count=out.size).view(np.bool_)
+            # The block of high halves may use the same memory: nothing is written here before that block is decoded.
             words = scratch("work", int(np.count_nonzero(is_nonzero)), out.dtype)
         if header.flags & _HALVED:
             self._read_halves(words)

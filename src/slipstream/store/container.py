@@ -16,12 +16,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from slipstream.codecs import Codec, Raw
+from slipstream.codecs.base import check_reference
 from slipstream.errors import CodecError, CorruptFileError, MissingEntryError, naming
 from slipstream.memory import machine_bytes, scratch, scratch_scope
 from slipstream.store.header import FOOTER, HEADER, check_header, parse_footer
 from slipstream.store.index import Entry, Index
 from slipstream.store.local import open_descriptor
-from slipstream.store.reference import ChunkReferences, Reference, check_reference
+from slipstream.store.reference import ChunkReferences, Reference
 from slipstream.threads import parallel_map
 
 _BYTES = np.dtype(np.uint8)
@@ -240,20 +241,21 @@ class Container:
         """Decode the elements of one chunk that a request asks for."""
         request, number = job
         entry = request.entry
+        # All positions are in the flat array. The chunk is from `start` to `stop`, the request from `first` to `end`.
         start, shape = entry.grid.part(number)
         stop = start + math.prod(shape)
         codec = request.references.bind(entry.codec, start, shape)
         first = request.first
-        last = first + request.out.size
-        if first <= start and stop <= last:
+        end = first + request.out.size
+        if first <= start and stop <= end:
             self._decode(entry, number, codec, request.out[start - first : stop - first].reshape(shape))
             return
-        # The first and the last chunk may reach beyond the requested rows: decode all of it, and copy a part.
+        # The first and the last chunk may reach beyond the requested rows: decode all of it, and copy the overlap.
         decoded = np.empty(shape, entry.dtype)
         self._decode(entry, number, codec, decoded)
-        begin = max(first, start)
-        end = min(last, stop)
-        request.out[begin - first : end - first] = decoded.reshape(-1)[begin - start : end - start]
+        low = max(first, start)
+        high = min(end, stop)
+        request.out[low - first : high - first] = decoded.reshape(-1)[low - start : high - start]
 
     def _decode(self, entry: Entry, number: int, codec: Codec, out: NDArray[Any]) -> None:
         """Read one chunk, check it and decode it into `out`."""
@@ -384,10 +386,10 @@ def _check_out(out: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) 
 
 
 def _without_overlap(entry: Entry, reference: Reference | None, out: NDArray[Any]) -> Reference | None:
-    """Copy a reference that overlaps `out`, unless they are the same memory: each chunk replaces its own part then."""
+    """Copy a reference that overlaps `out`. The same address is safe: a chunk overwrites only the part that it read."""
     if not isinstance(reference, np.ndarray):
         return reference
-    reference = check_reference(reference, entry.dtype, entry.shape)
+    check_reference(reference, entry.dtype, entry.shape)
     if np.may_share_memory(out, reference) and out.ctypes.data != reference.ctypes.data:
         return reference.copy()
     return reference

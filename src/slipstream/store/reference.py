@@ -1,4 +1,8 @@
-"""What an entry is stored against: a whole array, or a function that makes parts of it."""
+"""What an entry is stored against: a whole array, or a function that returns parts of it.
+
+A checkpoint stores the difference to its parent. The parent may exist only as a file, so a reference can be a function:
+then only the parts that belong to the chunks in progress are in memory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.codecs import Codec
-from slipstream.errors import CodecError
+from slipstream.codecs.base import check_reference
 
 Reference = NDArray[Any] | Callable[[int, int], NDArray[Any]]
 """An array of the entry's dtype and shape, or a function that returns its elements `start` to `stop` in C order."""
@@ -30,11 +34,13 @@ class ChunkReferences:
     """
 
     def __init__(self, reference: Reference | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._make: Callable[[int, int], NDArray[Any]] | None = None
+        self._part_of: Callable[[int, int], NDArray[Any]] | None = None
         if callable(reference):
-            self._make = reference
+            self._part_of = reference
         elif reference is not None:
-            self._make = functools.partial(_slice, check_reference(reference, dtype, shape).reshape(-1))
+            array = np.asarray(reference)
+            check_reference(array, dtype, shape)
+            self._part_of = functools.partial(_slice, array.reshape(-1))
 
     def bind(self, codec: Codec, start: int, shape: tuple[int, ...]) -> Codec:
         """Return the codec for one chunk: with its part of the reference if it needs one and there is one.
@@ -44,21 +50,11 @@ class ChunkReferences:
             start: Number of the chunk's first element in the flat array.
             shape: Shape of the chunk.
         """
-        if self._make is None or not codec.needs_reference:
+        if self._part_of is None or not codec.needs_reference:
             return codec
-        part = self._make(start, start + math.prod(shape))
+        part = self._part_of(start, start + math.prod(shape))
         return codec.against(part.reshape(shape))
 
 
 def _slice(flat: NDArray[Any], start: int, stop: int) -> NDArray[Any]:
     return flat[start:stop]
-
-
-def check_reference(reference: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return `reference` as an array; raise `CodecError` unless it has this dtype and shape."""
-    reference = np.asarray(reference)
-    if reference.dtype != dtype or reference.shape != shape:
-        raise CodecError(
-            f"reference is {reference.dtype}{list(reference.shape)}, the array is {dtype}{list(shape)}: they must match"
-        )
-    return reference
