@@ -45,7 +45,7 @@ def require_count(name: str, value: Any, least: int = 1, most: int | None = None
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Require a finite number above 0.
+    """Require a finite int or float above 0, but not a bool.
 
     Args:
         name: Name of the setting, for the message.
@@ -59,7 +59,7 @@ def require_positive(name: str, value: Any) -> None:
 
 
 def require_number(name: str, value: Any, least: float, most: float = math.inf) -> None:
-    """Require a finite number within a range that includes both ends.
+    """Require a finite int or float, but not a bool, within a range that includes both ends.
 
     Args:
         name: Name of the setting, for the message.

@@ -33,8 +33,8 @@ PAGE_BYTES = 4096
 SCRATCH_LIMIT_BYTES = 8 << 20
 
 _MIN_SCRATCH_BYTES = 64 << 10
-# A buffer may exceed a request by this much whatever the slack: small requests then share buffers of any size.
-_FREE_SLACK_BYTES = 1 << 20
+# A buffer may exceed a request by this much whatever the pool's slack, so that small requests share buffers.
+_ACCEPTED_EXCESS_BYTES = 1 << 20
 # Buffers that no request took for this many calls of `take` are freed.
 _MAX_AGE = 64
 # Touching pages in pieces lets other threads run in between.
@@ -183,7 +183,8 @@ class Pool:
         self._free: dict[int, _Buffer] = {}
         self._generation = 0
         self._num_taken = 0
-        # Sizes that a warming thread is still allocating, and what it signals after each of them.
+        # Sizes that a warming thread is still allocating. After each of them it adds an item to `_finished`, so that a
+        # waiting `take` looks again. Items that nobody waited for do no harm: they cause one more look.
         self._pending: deque[int] = deque()
         self._finished: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._warming_pid = os.getpid()
@@ -204,7 +205,7 @@ class Pool:
         self._num_taken += 1
         self._drop_unused()
         while True:
-            # Look for the thread first: it adds a buffer before it stops being seen.
+            # In this order: the thread adds a buffer before its size stops being pending, so no buffer is missed.
             is_warming = self._is_warming(nbytes)
             memory = self._pop_fitting(nbytes)
             if memory is not None or not is_warming:
@@ -271,10 +272,10 @@ class Pool:
 
     def _pop_fitting(self, nbytes: int) -> Bytes | None:
         """Remove and return the smallest free buffer that fits; of equal ones the oldest, so that all stay in use."""
-        most = self._most(nbytes)
+        largest = self._largest_accepted(nbytes)
         fitting = []
         for number, buffer in list(self._free.items()):
-            if nbytes <= buffer.memory.nbytes <= most:
+            if nbytes <= buffer.memory.nbytes <= largest:
                 fitting.append((buffer.memory.nbytes, number))
         for _, number in sorted(fitting):
             taken = self._free.pop(number, None)
@@ -289,16 +290,17 @@ class Pool:
             if self._num_taken - buffer.used_at > _MAX_AGE:
                 self._free.pop(number, None)
 
-    def _most(self, nbytes: int) -> int:
-        return int(self._slack * nbytes) + _FREE_SLACK_BYTES
+    def _largest_accepted(self, nbytes: int) -> int:
+        """Return the size of the largest buffer that may serve a request: a larger one would waste too much."""
+        return int(self._slack * nbytes) + _ACCEPTED_EXCESS_BYTES
 
     def _is_warming(self, nbytes: int) -> bool:
         """Return whether a running thread is about to add a buffer that fits."""
         # A forked child has no warming thread, and daemon threads stop when the interpreter shuts down.
         if os.getpid() != self._warming_pid or sys.is_finalizing():
             return False
-        most = self._most(nbytes)
-        return any(nbytes <= size <= most for size in list(self._pending))
+        largest = self._largest_accepted(nbytes)
+        return any(nbytes <= size <= largest for size in list(self._pending))
 
     def _fill(self, pending: deque[int]) -> None:
         """Allocate and touch the pending buffers, one after another; runs on the warming thread."""
@@ -312,7 +314,7 @@ class Pool:
                 return
             for start in range(0, memory.nbytes, _TOUCH_BYTES):
                 memory[start : start + _TOUCH_BYTES] = 0
-            # A later `warm` or `clear` has replaced these orders.
+            # A later `warm` or `clear` has replaced this list, and nobody waits for the rest of it.
             if pending is not self._pending:
                 return
             # Retain it before it stops being pending: a waiting `take` must see one or the other.

@@ -107,6 +107,7 @@ class _Work(Generic[T, R]):
         self._num_consumed = 0
         self._is_cancelled = False
         self._process_id = os.getpid()
+        # A weak reference to the threads' owner, set before the first thread starts.
         self.crew: Callable[[], _Crew | None] = lambda: None
 
     def run(self) -> None:
@@ -124,8 +125,8 @@ class _Work(Generic[T, R]):
 
     def result(self, index: int) -> R:
         """Wait for a result; call it for every index in order."""
+        # A forked child has the results so far, but no threads that compute the others.
         if os.getpid() != self._process_id and index not in self._outcomes:
-            # A forked child has no threads.
             return self._function(self._items[index])
         self._changed.wait_until(lambda: index in self._outcomes)
         outcome = self._outcomes.pop(index)
@@ -135,7 +136,7 @@ class _Work(Generic[T, R]):
             try:
                 raise outcome.error
             finally:
-                # Else the traceback and this frame keep each other, and the item, alive.
+                # Otherwise the traceback and this frame keep each other, and the item, alive.
                 outcome.error = None
         return outcome.result  # type: ignore[return-value]
 
@@ -220,7 +221,8 @@ class Notifier:
             turn = _thread.allocate_lock()
             turn.acquire()
             self._waiting.append(turn)
-            # The condition may have changed before `turn` was in the queue, and then nobody wakes this thread.
+            # Look again: the condition may have become true before `turn` was in the queue, and then no notification
+            # follows.
             if is_ready():
                 self._forget(turn)
                 return True
