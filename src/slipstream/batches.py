@@ -114,7 +114,8 @@ def build(
             _open_node(contents, sizes, key, value)
         else:
             contents[key[:-1]][key[-1]] = value
-    # Innermost first, so that every TensorDict is made once, from complete members.
+    # Innermost first, so that every TensorDict is made once, from complete members. The root has the shortest key, so
+    # it is the last `node`.
     for key in sorted(contents, key=len, reverse=True):
         node = make(contents[key], batch_size=sizes[key], device=device)
         if key:
@@ -133,7 +134,7 @@ def _open_node(
         return
     contents[key] = {}
     sizes[key] = batch_size
-    # Takes the place in the order of its parent, until the TensorDict is made.
+    # Reserves its place in the order of its parent's members. The TensorDict replaces this when it is made.
     contents[key[:-1]][key[-1]] = None
 
 
@@ -225,7 +226,8 @@ def to_state(batch: Batch) -> Any:
     """Return a copy of a batch as plain data that any checkpoint format can store.
 
     Raises:
-        UnsupportedStateError: If it is a TensorDict that cannot be made a plain one, or holds unlike objects.
+        UnsupportedStateError: If it is a TensorDict that cannot be converted to a plain one, or that holds an object per
+            element which differs between elements.
     """
     if not is_tensordict(batch):
         return {"tree": clone(batch)}

@@ -21,13 +21,12 @@ from slipstream.errors import FormatVersionError
 from slipstream.schema.dtypes import DTYPES, DType
 from slipstream.schema.structure import contiguous_strides
 from slipstream.schema.values import TorchValues
+from slipstream.store.index import MAX_AXES
 from slipstream.text import install_hint
 
 _ALIGNMENT = 64
 # Large copies are cut into pieces, between which other threads can run.
 _PIECE_BYTES = 4 << 20
-# Arrays of more axes are stored flat: containers allow no more.
-_MAX_AXES = 32
 
 # The dtypes that this version of torch has. Never `getattr` with a name from a file: it can import modules.
 _TORCH_DTYPES: dict[str, torch.dtype] = {}
@@ -212,7 +211,7 @@ class Regions:
     def copy_into(self, buffer: NDArray[np.uint8], stream: Any = None) -> Regions:
         """Copy the memory into a buffer on the host, and return regions that refer to the copy.
 
-        Copies on the calling thread alone, and lets go of the GIL meanwhile.
+        Copies on the calling thread alone, and releases the GIL while it copies.
 
         Args:
             buffer: At least `buffer_bytes` bytes.
@@ -245,7 +244,7 @@ class Regions:
         return found
 
     def scalar(self, position: int) -> torch.Tensor:
-        """Return one of the tensors, one with elements, without building the others."""
+        """Return one tensor, such as a step counter, without building the others. It must have elements."""
         view = self.views[position]
         return _see(self.pieces[view.region].memory(), view)
 
@@ -299,7 +298,7 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         if tensor.numel():
             start = tensor.data_ptr()
             spans.append((tensor.untyped_storage().data_ptr(), start, position, start + _extent(tensor)))
-    # In the order of addresses, a tensor overlaps with the group before it or with none.
+    # In the order of addresses, a tensor overlaps with the last group so far, or begins a new one.
     spans.sort()
     groups: list[list[int]] = []
     group_storage = 0
@@ -342,11 +341,12 @@ def _cover(tensors: Sequence[torch.Tensor]) -> Region:
         is_mixed |= tensor.dtype != first.dtype
     dtype = first.dtype
     if is_mixed:
-        # Views of several dtypes: begin where each of them can count in elements.
+        # Offsets are counted in elements of each view's dtype: 16 is a multiple of all element sizes.
         start -= start % 16
         dtype = torch.uint8
     shape: tuple[int, ...] = ((stop - start) // dtype.itemsize,)
-    if dtype == first.dtype and first.is_contiguous() and first.nbytes == stop - start and first.ndim <= _MAX_AXES:
+    # Containers allow no more than `MAX_AXES`: arrays of more axes are stored flat.
+    if dtype == first.dtype and first.is_contiguous() and first.nbytes == stop - start and first.ndim <= MAX_AXES:
         shape = tuple(first.shape)
     return Region(first, start, stop - start, dtype, shape, len(tensors))
 

@@ -34,7 +34,8 @@ NEXT = "next"
 MAX_BREAK_SHARE = 0.25
 """Sharing pays up to this share of breaks; beyond it `SharedNext.of` returns None."""
 
-_NARROW_STEP = 8  # words
+# Steps of at most this many words are compared word by word.
+_NARROW_STEP = 8
 
 
 def find_breaks(root: NDArray[Any], after: NDArray[Any]) -> NDArray[np.bool_]:
@@ -207,7 +208,7 @@ def frame_positions(breaks: NDArray[np.bool_]) -> FramePositions:
             each stream, because nothing of that stream follows it.
     """
     flat = breaks.reshape(-1)
-    # A step moves back by one for every break before it, not counting its own.
+    # Every break inserts a position after its step, so it moves all later steps by one, but not its own.
     num_breaks_before: NDArray[np.int64] = np.cumsum(flat) - flat
     positions = np.arange(flat.size) + num_breaks_before
     extras = positions[flat] + 1

@@ -169,12 +169,14 @@ class _Writer:
         self.objects: list[Any] = []
         self._opaque = opaque
         self._num_nodes = 0
+        # The containers that are being written, by id: a container inside itself is found here.
         self._open: set[int] = set()
 
     def write(self, value: Any, key: Key, *, plain: bool = False) -> Json:
         """Return the node of a value. `plain` is set where tensors are not allowed: in keys and in sets."""
         self._num_nodes += 1
-        # The limits that reading has. They also end the walk where lists share lists, which takes exponential time.
+        # The same limits as for reading. They also end the walk where nested lists share members, as in [a, a] with
+        # a = [b, b], and so on: it visits exponentially many values.
         if len(key) > MAX_DEPTH:
             return self._refuse(value, key, f"is nested more than {MAX_DEPTH} levels deep")
         if self._num_nodes > MAX_NODES:
@@ -240,6 +242,7 @@ class _Writer:
             return {name: self.write(member, (*key, name), plain=plain) for name, member in members.items()}
         pairs = []
         for name, member in members.items():
+            # In messages, "keys" stands for any key of this dict.
             key_node = self.write(name, (*key, "keys"), plain=True)
             pairs.append([key_node, self.write(member, (*key, name), plain=plain)])
         node = {TAG: tag, "v": pairs}
@@ -264,7 +267,8 @@ class _Writer:
             return value
         if tag == "str" and is_exact_text(value):
             return value
-        # Only here are values less than exact: every kind of path is read as a `pathlib.Path`.
+        # Paths are the only values that are not restored exactly: every kind of path is read as a `pathlib.Path`. So
+        # they are passed through as objects where that is allowed.
         if tag in KINDS and not (self._opaque and tag == "path"):
             content = KINDS[tag].write(value)
             if content is not None:

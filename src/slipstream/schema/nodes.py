@@ -67,7 +67,7 @@ def members_in(node: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def pairs_in(node: Mapping[str, Json]) -> list[list[Json]]:
-    """Return the key and value nodes of a tagged dict. Raises `TypeError` if they are no pairs."""
+    """Return the key and value nodes of a tagged dict. Raises `TypeError` if they are not pairs."""
     pairs = items_in(node)
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2:

@@ -110,9 +110,13 @@ def end_nodes(structure: Json, key: Key = ()) -> Iterator[tuple[Key, Json]]:
 
 
 def select(structure: Json, matches: Callable[[Key], bool], key: Key = ()) -> Json | None:
-    """Return the branches whose key matches, each whole, or None if there are none."""
+    """Return the branches whose key matches, each whole, or None if there are none.
+
+    The nodes of these branches are the same objects as in `structure`, not copies.
+    """
     if key and matches(key):
         return structure
+    # Bounds the recursion. The number of nodes needs no bound here: each one is visited at most once.
     check_limits(key, 0)
     members = _members(structure, key)
     if members is None:
@@ -182,7 +186,7 @@ def _end(leaf: Leaf, node: Mapping[str, Json]) -> int:
 
 
 def _members(node: Json, key: Key) -> list[tuple[Any, Json]] | None:
-    """Return the members of a node by key, or None if it is a leaf or a plain value. Sets are plain values."""
+    """Return the members of a node with their keys, or None if it is a leaf or a plain value. Sets are plain values."""
     if isinstance(node, list):
         return list(enumerate(node))
     if not isinstance(node, dict):
@@ -203,7 +207,7 @@ def _members(node: Json, key: Key) -> list[tuple[Any, Json]] | None:
 
 
 def _with_members(node: Json, kept: dict[int, Json]) -> Json:
-    """Return a node with only some of its members, given by position."""
+    """Return a node with other members: those in `kept`, by their position in what `_members` returned."""
     if isinstance(node, list):
         return list(kept.values())
     if TAG not in node:
@@ -224,6 +228,7 @@ def _read_key(node: Json, key: Key) -> Any:
     if isinstance(node, (str, int)):
         return node
     name = read_plain(node, (*key, "keys"))
+    # Raises TypeError for values such as lists.
     hash(name)
     return name
 

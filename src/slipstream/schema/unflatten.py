@@ -63,7 +63,7 @@ class _Reader:
         try:
             return self._read_tagged(node[TAG], node, key, plain)
         except (CorruptFileError, FormatVersionError):
-            # A member has raised it, and has said more than could be said here.
+            # A member has raised it, and its message is more precise than one from here.
             raise
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise invalid(node, key, error) from error

@@ -1,6 +1,6 @@
 """Plain values that JSON lacks, each as a tag and JSON: floats with all their bits, bytes, NumPy scalars, torch dtypes.
 
-Reading trusts nothing: a value that `write_value` could not have written raises `ValueError` or `TypeError`.
+Reading trusts nothing: JSON that `Kind.write` could not have returned raises `ValueError` or `TypeError`.
 """
 
 from __future__ import annotations
