@@ -166,7 +166,7 @@ def find_frames(data: Buffer, max_bytes: int) -> list[Frame]:
         max_bytes: The largest allowed content of all frames together.
 
     Raises:
-        CodecError: If there is anything else than frames, the last one is cut off, or the content is too large.
+        CodecError: If there is anything other than frames, if the last one is cut off, or the content is too large.
     """
     view = as_bytes(data)
     frames: list[Frame] = []

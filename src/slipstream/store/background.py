@@ -52,7 +52,7 @@ class Job:
         self.outcome = Outcome()
         self.function: Callable[[], Any] | None = None
         self.process = os.getpid()
-        # Done, and its callbacks have run.
+        # The outcome is done, and its callbacks have run. `flush` waits for this, a handle only for the outcome.
         self.is_over = False
         self._is_started = False
 
@@ -195,12 +195,13 @@ class Background:
 
     def drain(self, timeout: float | None) -> bool:
         """Block until every job accepted so far is done; return whether it is."""
-        # The process waits for the background now, so it should no longer give way.
+        # The process waits for the background now, so it gets the normal priority.
         _set_niceness(self._native_id, 0)
         return self.wait_for(self.unfinished(), timeout)
 
     def drain_at_exit(self) -> None:
         """Block until the queue is empty, then let later jobs run inline. Runs when the main thread has ended."""
+        # Look again after the flag is set: another thread may have queued a job after the drain.
         while not self._has_ended or self.unfinished():
             self.drain(None)
             self._has_ended = True
@@ -258,7 +259,7 @@ class Background:
 
     def _loop(self) -> None:
         if not self._is_running.acquire(blocking=False):
-            return  # a thread of an interrupted start is faster
+            return  # an interrupted start has left another thread, which was faster
         self._thread_id = threading.get_ident()
         self._native_id = threading.get_native_id()
         changed.notify_all()
@@ -266,7 +267,7 @@ class Background:
         process = os.getpid()
         while process == os.getpid():
             self._wake.get()
-            # Again and again, because a drain raises the priority.
+            # Every time, because a drain raises the priority.
             _set_niceness(self._native_id, _NICENESS)
             while self._queue and process == os.getpid():
                 self._run_next()

@@ -82,6 +82,7 @@ class LocalStore:
     def list(self, prefix: str = "") -> builtins.list[FileInfo]:
         """Return the objects whose names begin with `prefix`; see `Store.list`."""
         parent = check_prefix(prefix)
+        # Only for the check: raises if a link in the prefix leads out of the folder.
         if parent:
             self._inside(parent, follow=True)
         return sorted(self._walk(parent, prefix), key=_name_of)

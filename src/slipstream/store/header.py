@@ -79,7 +79,7 @@ def parse_footer(header: bytes, footer: bytes, file_bytes: int) -> Footer:
     *fields, checksum, magic = FOOTER.unpack(footer)
     if magic != END_MAGIC:
         raise CorruptFileError("is truncated or was appended to: its footer is not at its end")
-    # The reserved field of the header must be zero; a later version may use it.
+    # The reserved field of the header is zero in this version.
     _, _, reserved = HEADER.unpack(header)
     if reserved or checksum != _checksum(header, footer[: _FOOTER_FIELDS.size]):
         raise CorruptFileError("header or footer do not match their checksum")

@@ -1,7 +1,7 @@
 """The index of a container file: what is stored where. Parsing trusts nothing.
 
 An index that parses has unique names, known dtypes and codecs, plausible sizes, and chunks that tile the data section
-of the file exactly: no overlap, no gap, nothing outside. Code that reads by it cannot be led astray.
+of the file exactly: no overlap, no gap, nothing outside. Code that follows it reads only what was written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_AXES = 32
 MAX_DEPTH = 500
 """How deeply JSON may be nested; the parser recurses, and deeper nesting could exhaust the stack."""
 MAX_CONTAINERS = 3 << 20
-"""How many lists and objects an index may have: more than the chunks that fit into `MAX_INDEX_BYTES`."""
+"""How many JSON lists and objects an index may have: more than the chunks that fit into `MAX_INDEX_BYTES`."""
 MAX_NODES = 4 * MAX_CONTAINERS
 """How many values an index may have; a chunk is a list of three."""
 
@@ -368,7 +368,7 @@ def _check_chunk_sizes(entry: Entry, decoded_bytes: int) -> None:
             f"index has chunks of shape {list(entry.grid.chunk_shape)}, larger than {MAX_CHUNK_BYTES} bytes"
         )
     longest = max((chunk.length for chunk in entry.chunks), default=0)
-    # No codec expands an array by more than that.
+    # No codec expands an array by more than that, so a longer chunk is damaged or forged.
     if longest > decoded_bytes + decoded_bytes // 64 + _OVERHEAD_BYTES:
         raise CorruptFileError(f"index has a chunk of {longest} bytes for {decoded_bytes} bytes of content")
 
@@ -378,7 +378,7 @@ def _check_tiling(entries: Iterable[Entry], start: int, stop: int) -> None:
     chunks: list[Chunk] = []
     for entry in entries:
         chunks.extend(entry.chunks)
-    # Sorts by offset, the first field of a chunk.
+    # By offset, which is the first field of a chunk.
     chunks.sort()
     position = start
     for chunk in chunks:

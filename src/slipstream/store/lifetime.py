@@ -211,9 +211,11 @@ class _Signals:
         depth = self._depth.get(number, 0)
         if depth >= len(previous):
             return  # a handler of the program calls ours, and there was none before it
+        # The newest handler first. If that calls ours in turn, the one before it.
         handler = previous[-1 - depth]
         if not callable(handler):
-            # From now on a second signal ends the process immediately.
+            # The program has no handler, so the signal ends the process: the draining thread does that when the jobs
+            # are done. From now on a second signal ends the process immediately.
             signal.signal(number, signal.SIG_DFL)
             self._notify(_END_PROCESS | number)
             if self._sockets is None:
@@ -225,6 +227,7 @@ class _Signals:
             self._seen.add(number)
             self._notify(_RECEIVED | number)
             return
+        # The jobs are done, and the handler gets its signal. The next one is a first signal again.
         if depth == 0 and number in self._drained:
             self._drained.discard(number)
             self._seen.discard(number)
@@ -284,8 +287,10 @@ class _Signals:
 
     def _act_on(self, code: int, receiver: socket.socket) -> None:
         number = code & _NUMBER_BITS
+        # Not a signal that we handle. `_WAKE` needs no action: it has woken this thread.
         if number not in self._previous:
-            if number == code != _WAKE:
+            is_signal = code == number and code != _WAKE
+            if is_signal:
                 self._pass_on(number)
             return
         if code == _END_PROCESS | number:
@@ -308,7 +313,11 @@ class _Signals:
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def _is_new(self, code: int, number: int) -> bool:
-        """Tell a signal from the second report of the same signal, and from one that we raised ourselves."""
+        """Tell a signal from the second report of the same signal, and from one that we raised ourselves.
+
+        A signal is reported twice: immediately by Python's C handler, and by `_on_signal` when the main thread gets to
+        it. The first report may be lost if another library has replaced the wakeup file descriptor.
+        """
         if code == number:
             if number in self._raised:
                 self._raised.discard(number)
@@ -347,6 +356,7 @@ class _Signals:
         set_handler = ctypes.pythonapi.PyOS_setsig
         set_handler.argtypes = [ctypes.c_int, ctypes.c_void_p]
         set_handler.restype = ctypes.c_void_p
+        # A null pointer is SIG_DFL.
         set_handler(number, None)
         os.kill(os.getpid(), number)
         # Only if the signal is blocked.

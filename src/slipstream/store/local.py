@@ -24,9 +24,11 @@ from slipstream.store.lock import FileLock, LockableFile, is_still_at, open_priv
 RESERVED_PREFIX = ".slipstream-"
 """Names that begin with this are temporary and lock files."""
 _SUFFIX = ".tmp"
+# Taken while a new file is renamed on a file system without hard links.
 PUBLISH_LOCK = f"{RESERVED_PREFIX}publish.lock"
 PUBLISH_TIMEOUT_S = 60.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors of `os.link` which mean that this file cannot be linked there, but can be copied or renamed.
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 _FILE_TYPES = {
     stat.S_IFDIR: "folder",
@@ -137,7 +139,7 @@ def write_new(target: Path) -> Iterator[BinaryIO]:
         FileExistsError: If the name exists; the existing file is unchanged.
         WriteError: If the file cannot be written, `DiskFullError` among them.
     """
-    # Usually the name is taken before any work is done; if not, publishing decides.
+    # Saves the work if the name is taken already. If another writer takes it later, publishing finds that out.
     if os.path.lexists(target):
         raise _exists(target)
     with _write_then(_publish_new, target) as file:
@@ -156,8 +158,9 @@ def _write_then(publish: Callable[[Path, Path], None], target: Path) -> Iterator
             folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             cleanup.callback(os.close, folder)
             temporary, file = _create_locked(target)
+        # Callbacks run in reverse order: the file is closed, then deleted if it still has its temporary name. It stays
+        # open until it is published, because its lock keeps other processes from sweeping it.
         cleanup.callback(_delete, temporary, owner)
-        # Closed before it is deleted, but after it is published: the lock keeps other processes from sweeping it.
         cleanup.callback(file.close)
 
         yield cast("BinaryIO", file)

@@ -156,7 +156,7 @@ class FileLock:
         self._file = None
         if file is None or file.closed:
             return
-        # A child forked by C code, past Python's hooks, may still have the descriptor: closing alone would not do.
+        # A child forked by C code, past Python's hooks, may still have the descriptor, and then closing alone does not unlock.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
         file.close()

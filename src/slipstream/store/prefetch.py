@@ -151,7 +151,7 @@ class Prefetcher(Generic[Request, Result]):
         # `order` may have been interrupted after it changed the state and before it woke the thread.
         self._changed.notify_all()
         while True:
-            # Read the failure before the results: then it is certain that no result precedes it if there is none.
+            # Read the failure before the results: if there are no results after that, none precedes the failure.
             failure = self._failure
             # Atomic.
             if self._results:
@@ -288,12 +288,11 @@ class Prefetcher(Generic[Request, Result]):
             return False
         run = _Run()
         launch = functools.partial(self._launch, run)
-        no_arguments = ()
         # Atomic: two consumers never start two threads, and an interrupt never leaves a run without a thread.
         if self._run is None:
             self._run = run
             try:
-                _thread.start_new_thread(launch, no_arguments)
+                _thread.start_new_thread(launch, ())
             except RuntimeError as error:
                 self._run = None
                 self._warn(error)

@@ -74,6 +74,7 @@ class Worker:
     @property
     def queue_size(self) -> int:
         """Number of jobs that are queued or running, and of places reserved with `room`."""
+        # Those beyond the bound are still waiting for room.
         return min(len(self._reserved()), self.max_queue_size)
 
     @property
@@ -182,6 +183,7 @@ class Worker:
         """Wait until `job` is among the first `max_queue_size`, or do what the policy says."""
         if self._on_full is not None and self.queue_size >= self.max_queue_size:
             self._on_full()
+        # From here on the job has a place in line. If this raises, `room` gives the place back.
         self._jobs.append(weakref.ref(job, self._jobs.remove))
         while not self._is_admitted(job):
             background.wait_if_dying()
