@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.floats import ieee_arithmetic
+
 Array = NDArray[np.float32]
 _SAMPLE = 16 << 10
 
@@ -67,8 +69,8 @@ class Recipe:
 
 def apply(recipe: Recipe, arrays: list[NDArray[Any]]) -> Array:
     """Make a prediction from its arrays, in the order of the recipe."""
-    constants = [np.float32(constant) for constant in recipe.constants]
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), ieee_arithmetic():
+        constants = [np.float32(constant) for constant in recipe.constants]
         prediction: Array = FORMULAS[recipe.kind][2](*arrays, *constants)
     return prediction
 

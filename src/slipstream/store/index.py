@@ -17,6 +17,7 @@ import numpy as np
 
 from slipstream.codecs import Codec, codec_from_header
 from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError, naming
+from slipstream.floats import ieee_arithmetic
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_CHUNK_BYTES = 64 << 20
@@ -169,7 +170,8 @@ class Index:
             "entries": [entry.to_json() for entry in self.entries.values()],
             "values": dict(self.values),
         }
-        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+        with ieee_arithmetic():
+            return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
 
     @classmethod
     def parse(cls, text: bytes, data_start: int, data_stop: int) -> Index:
@@ -249,13 +251,14 @@ def _check_structure(text: bytes) -> None:
 
 def _load_json(text: bytes) -> dict[str, Any]:
     try:
-        # Decode explicitly: given bytes, json would also accept UTF-16, which the checks above do not see through.
-        document = json.loads(
-            text.decode(),
-            object_pairs_hook=_unique_keys,
-            parse_constant=_finite_number,
-            parse_float=_finite_number,
-        )
+        with ieee_arithmetic():
+            # Decode explicitly: given bytes, json would also accept UTF-16, which the checks above do not see through.
+            document = json.loads(
+                text.decode(),
+                object_pairs_hook=_unique_keys,
+                parse_constant=_finite_number,
+                parse_float=_finite_number,
+            )
     except CorruptFileError:
         raise
     except RecursionError:

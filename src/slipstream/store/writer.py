@@ -23,6 +23,7 @@ from slipstream.checks import require_count
 from slipstream.codecs import Codec, choose_codec
 from slipstream.codecs.base import part_shape, word_dtype
 from slipstream.errors import CodecError
+from slipstream.floats import ieee_arithmetic
 from slipstream.store.header import HEADER, Footer, pack_header
 from slipstream.store.index import MAX_AXES, MAX_CHUNK_BYTES, MAX_INDEX_BYTES, Chunk, Entry, Grid, Index
 from slipstream.store.local import atomic_write
@@ -182,7 +183,8 @@ class ContainerWriter:
         """
         if not isinstance(name, str):
             raise TypeError(f"the name of a value is {name!r}, expected a string")
-        copied = json.loads(Index("", "", {}, {name: value}).to_json())
+        with ieee_arithmetic():
+            copied = json.loads(Index("", "", {}, {name: value}).to_json())
         self._values[name] = copied["values"][name]
 
     def finish(self) -> None:
