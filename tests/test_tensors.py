@@ -223,8 +223,9 @@ class Marked(torch.Tensor):
         (torch.eye(3).to_sparse(), "has layout torch.sparse_coo"),
         (torch.empty(3, device="meta"), "is a meta tensor without data"),
         (torch.zeros(3).as_subclass(Marked), "is a Marked"),
+        (torch.zeros([1] * 65), "has 65 axes, at most 64 can be stored"),
     ],
-    ids=["sparse", "meta", "subclass"],
+    ids=["sparse", "meta", "subclass", "axes"],
 )
 def test_tensors_that_are_no_strided_memory_are_refused_by_name(tensor, problem):
     with pytest.raises(UnsupportedStateError, match=f"a/b {problem}"):
@@ -232,6 +233,31 @@ def test_tensors_that_are_no_strided_memory_are_refused_by_name(tensor, problem)
     with pytest.raises(UnsupportedStateError, match=f"a/0 (is|has).*{problem.split()[-1]}"):
         flatten({"a": [tensor]})
     assert flatten({"a": [tensor]}, opaque=True).objects[0] is tensor
+
+
+def test_a_tensor_whose_memory_was_freed_is_refused_and_stays_as_it_is():
+    """Sharded training resizes the storage of weights that are not in use."""
+    for left in (0, 400):
+        tensor = torch.ones(1000)
+        tensor.untyped_storage().resize_(left)
+        with pytest.raises(UnsupportedStateError, match=rf"shape \[1000\] needs 4000 bytes, .* resized to {left}"):
+            Regions.of([torch.ones(3), tensor])
+        assert tensor.untyped_storage().nbytes() == left
+
+
+@pytest.mark.parametrize("name", ["int4", "uint1", "bits8", "float8_e5m2"])
+def test_a_tensor_with_holes_of_a_dtype_that_torch_cannot_copy_comes_back(name):
+    dtype = TORCH.dtype(name)
+    content = torch.arange(100, dtype=torch.uint8)
+    (copy,) = copy_of(Regions.of([content.view(dtype)[::2]])).tensors()
+    assert copy.dtype == dtype
+    assert torch.equal(copy.view(torch.uint8), content[::2])
+
+
+def test_a_device_that_torch_cannot_count_is_refused():
+    # Torch keeps eight bits of the index: this device calls itself cuda:-128.
+    with pytest.raises(UnsupportedStateError, match="x is a torch.device"):
+        flatten({"x": torch.device("cuda:128")})
 
 
 def test_torch_values_come_back_as_themselves():

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.errors import FormatVersionError
+from slipstream.errors import FormatVersionError, UnsupportedStateError
 from slipstream.schema.dtypes import DTYPES, DType
 from slipstream.schema.structure import contiguous_strides
 from slipstream.schema.values import TorchValues
@@ -67,9 +67,13 @@ class _RealValues(TorchValues):
 
     def device(self, name: str) -> torch.device:
         try:
-            return torch.device(name)
+            device = torch.device(name)
         except RuntimeError as error:
             raise ValueError(f"torch has no device {name!r}") from error
+        # Torch keeps eight bits of the index.
+        if str(device) != name:
+            raise ValueError(f"torch takes the device {name!r} for {str(device)!r}")
+        return device
 
     def size(self, sizes: list[int]) -> torch.Size:
         return torch.Size(sizes)
@@ -296,20 +300,29 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     spans = []
     for position, tensor in enumerate(tensors):
         if tensor.numel():
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
             start = tensor.data_ptr()
-            spans.append((tensor.untyped_storage().data_ptr(), start, position, start + _extent(tensor)))
+            stop = start + _extent(tensor)
+            # Sharded training frees the memory of weights that way. Reading on would read foreign memory.
+            if stop > address + storage.nbytes():
+                raise UnsupportedStateError(
+                    f"a {tensor.dtype} tensor of shape {list(tensor.shape)} needs {stop - start} bytes, but its "
+                    f"storage was resized to {storage.nbytes()}; gather the state before saving it"
+                )
+            spans.append((address, start, position, stop))
     # In the order of addresses, a tensor overlaps with the last group so far, or begins a new one.
     spans.sort()
     groups: list[list[int]] = []
-    group_storage = 0
+    group_address = 0
     group_stop = 0
-    for storage, start, position, stop in spans:
-        if storage == group_storage and start < group_stop:
+    for address, start, position, stop in spans:
+        if address == group_address and start < group_stop:
             groups[-1].append(position)
             group_stop = max(group_stop, stop)
         else:
             groups.append([position])
-            group_storage = storage
+            group_address = address
             group_stop = stop
     return groups
 
@@ -324,9 +337,12 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without holes. One that repeats its elements stays as it is: it is smaller that way."""
-    if _extent(tensor) > tensor.nbytes:
-        return tensor.contiguous()
-    return tensor
+    if _extent(tensor) <= tensor.nbytes:
+        return tensor
+    if tensor.itemsize == 1:
+        # Torch cannot copy integers of fewer than eight bits, but it can copy the bytes that hold them.
+        return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
+    return tensor.contiguous()
 
 
 def _cover(tensors: Sequence[torch.Tensor]) -> Region:

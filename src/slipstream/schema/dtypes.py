@@ -42,6 +42,11 @@ class DType:
         return self.name.startswith("complex")
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether elements have a scale and a zero point besides their bits."""
+        return self.name.startswith(("qint", "quint"))
+
+    @property
     def is_hidden_float(self) -> bool:
         """Whether the carrier's integers are floats that NumPy lacks, wide enough for byte planes: bfloat16."""
         return self.is_float and self.carrier.kind == "u" and self.itemsize > 1

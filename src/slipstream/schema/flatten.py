@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.errors import UnsupportedStateError
 from slipstream.schema.dtypes import dtype_name, is_plain
 from slipstream.schema.nodes import LEAF_TAGS, MAX_DEPTH, MAX_NODES, TAG, Key, name_of, tag_of
-from slipstream.schema.structure import end_nodes, leaf_nodes, select
+from slipstream.schema.structure import MAX_AXES, end_nodes, leaf_nodes, select
 from slipstream.schema.unflatten import read_plain
 from slipstream.schema.values import KINDS, Json, TorchValues, is_exact_int, is_exact_text
 
@@ -108,6 +108,8 @@ def _memory_problem(tensor: Any) -> str:
         return "is a meta tensor without data"
     if tensor.is_nested:
         return "is a nested tensor, which cannot be stored as data"
+    if tensor.ndim > MAX_AXES:
+        return f"has {tensor.ndim} axes, at most {MAX_AXES} can be stored"
     return ""
 
 

@@ -27,7 +27,8 @@ from slipstream.schema.nodes import (
 from slipstream.schema.unflatten import read_plain
 from slipstream.schema.values import MAX_INDEX, Json, read_sizes
 
-_MAX_AXES = 64
+MAX_AXES = 64
+"""How many axes a leaf may have: as many as NumPy allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +238,12 @@ def _parse_leaf(key: Key, node: Mapping[str, Json]) -> Leaf:
     """Check the node of a leaf. Raises `ValueError` or `TypeError` if it is invalid."""
     shape = tuple(read_sizes(node.get("shape")))
     # The product bounds every later computation with sizes. Empty axes must not hide the others.
-    if len(shape) > _MAX_AXES or math.prod(max(size, 1) for size in shape) > MAX_INDEX:
+    if len(shape) > MAX_AXES or math.prod(max(size, 1) for size in shape) > MAX_INDEX:
         raise ValueError(f"the shape is {str(list(shape))[:80]}")
     if node[TAG] == "array":
-        dtype = parse_numpy_dtype(node.get("dtype")).str
+        dtype = _parse_array_dtype(node.get("dtype"))
     else:
-        dtype = parse_torch_dtype(node.get("dtype")).name
+        dtype = _parse_tensor_dtype(node.get("dtype"))
         _check_view(node, dtype, len(shape))
     # The content is either in the node itself or in an entry of the file.
     if ("hex" in node) == ("entry" in node):
@@ -253,6 +254,24 @@ def _parse_leaf(key: Key, node: Mapping[str, Json]) -> Leaf:
     elif not isinstance(node["entry"], str):
         raise TypeError("'entry' is not a string")
     return leaf
+
+
+def _parse_array_dtype(name: Json) -> str:
+    """Return the NumPy dtype that a node claims. Raises `ValueError` if there are no arrays of it."""
+    dtype = parse_numpy_dtype(name)
+    # Scalars may be empty text, but NumPy cannot view memory as elements of no bytes.
+    if not dtype.itemsize:
+        raise ValueError(f"the elements of {dtype.str!r} have no bytes")
+    return dtype.str
+
+
+def _parse_tensor_dtype(name: Json) -> str:
+    """Return the torch dtype that a node claims. Raises `ValueError` if there are no plain tensors of it."""
+    dtype = parse_torch_dtype(name)
+    # Torch would build a tensor without scale and zero point, which fails at its first use.
+    if dtype.is_quantized:
+        raise ValueError(f"{dtype.name} is quantized")
+    return dtype.name
 
 
 def _check_view(node: Mapping[str, Json], dtype: str, num_axes: int) -> None:

@@ -207,6 +207,13 @@ def _read_dtype(value: Json, torch: TorchValues) -> Any:
     return torch.dtype(parse_torch_dtype(value).name)
 
 
+def _write_device(value: Any) -> Json | None:
+    name = str(value)
+    if not _DEVICE.fullmatch(name):
+        return None
+    return name
+
+
 def _read_device(value: Json, torch: TorchValues) -> Any:
     if not isinstance(value, str) or not _DEVICE.fullmatch(value):
         raise ValueError(f"{str(value)[:40]!r} is not a device")
@@ -228,7 +235,7 @@ KINDS = {
     "numpy": Kind(_write_scalar, _read_scalar),
     "path": Kind(_write_path, _read_path),
     "torch.dtype": Kind(_write_dtype, _read_dtype),
-    "torch.device": Kind(str, _read_device),
+    "torch.device": Kind(_write_device, _read_device),
     "torch.Size": Kind(list, _read_size),
 }
 """The kinds of plain values by tag."""
