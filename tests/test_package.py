@@ -17,7 +17,7 @@ PUBLIC_NAMES = dir(slipstream)
 # siblings that do not know each other.
 LAYERS = [
     {"errors"},
-    {"checks", "text"},
+    {"checks", "floats", "text"},
     {"threads", "nav", "rl"},
     {"memory"},
     {"codecs"},
@@ -34,7 +34,7 @@ LAYERS = [
     {"__main__"},
 ]
 # What works without torch: commands answer at once, and files can be read where torch is not installed.
-TORCH_FREE = {"errors", "checks", "text", "threads", "memory", "codecs", "store", "schema", "trajectory"}
+TORCH_FREE = {"errors", "checks", "floats", "text", "threads", "memory", "codecs", "store", "schema", "trajectory"}
 TORCH_FREE |= {"checkpoint.chain", "checkpoint.predict", "rollout.files", "rollout.layout", "report", "cli", "__main__"}
 # ... except these modules. The list may only get shorter.
 NEED_TORCH = {"cli.ckpt.compare", "cli.ckpt.leaves"}

@@ -17,6 +17,7 @@ from slipstream import (
     save_rollout_compressed,
     write_container,
 )
+from slipstream.codecs import Difference
 from slipstream.errors import ConfigurationError
 from slipstream.rollout.batch import BatchFile, split_batch
 from slipstream.rollout.files import RolloutFile
@@ -151,6 +152,20 @@ def test_a_layout_that_does_not_fit_the_arrays_is_damage(tmp_path, make_rollout,
         writer.set("rollout", {**rollout.layout.to_json(), **change})
     with pytest.raises(CorruptFileError, match="r: "):
         load_rollout(tmp_path / "r")
+
+
+def test_an_array_stored_as_a_difference_is_damage(tmp_path, make_rollout):
+    rollout = split_batch(make_rollout(2, 3))
+    for difference in rollout.arrays:
+        with write_container(tmp_path / "r", kind="rollout") as writer:
+            for name, array in rollout.arrays.items():
+                if name == difference:
+                    writer.add(name, array, Difference(), array)
+                else:
+                    writer.add(name, array)
+            writer.set("rollout", rollout.layout.to_json())
+        with pytest.raises(CorruptFileError, match="r: .* is stored as a difference, which a rollout cannot be"):
+            load_rollout(tmp_path / "r")
 
 
 def test_arrays_are_read_without_torch(tmp_path, make_rollout):

@@ -215,6 +215,9 @@ def _check_entry(field: Field, entry: Entry, dtype: np.dtype[Any], shape: tuple[
             f"{field.name} is stored in the array {entry.name!r} of {entry.dtype}{list(entry.shape)}, "
             f"expected {dtype}{list(shape)}"
         )
+    # Only a checkpoint has a parent to decode against.
+    if entry.codec.needs_reference:
+        raise CorruptFileError(f"{field.name} is stored as a difference, which a rollout cannot be")
 
 
 def read_fields(
