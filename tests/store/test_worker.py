@@ -1,6 +1,7 @@
 """The background: bounded, in order, and never silent about what it lost."""
 
 import gc
+import itertools
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import BackgroundError, JobSkippedError, QueueFullError
+from slipstream.store import worker as worker_module
 from slipstream.store.handle import Handle
 from slipstream.store.worker import Worker
 
@@ -407,3 +409,59 @@ def test_a_failure_with_a_cause_does_not_keep_what_its_frames_held():
     assert isinstance(error, ValueError)
     assert alive() is None
     worker.close()
+
+
+def test_a_failure_at_any_moment_of_a_call_is_raised_once():
+    for moment in itertools.count(1):
+        worker = Worker(max_queue_size=5)
+        opened = threading.Event()
+
+        def fail_when_opened(opened=opened):
+            assert opened.wait(30)
+            fail()
+
+        handle = worker.submit(fail_when_opened)
+        passed = 0
+
+        def let_it_fail(frame, event, _, moment=moment, opened=opened, handle=handle):
+            nonlocal passed
+            if frame.f_code.co_filename != worker_module.__file__:
+                return None
+            passed += event == "line"
+            if passed == moment:
+                opened.set()
+                wait_without_asking(handle)
+            return let_it_fail
+
+        num_raised = 0
+        before = sys.gettrace()
+        sys.settrace(let_it_fail)
+        try:
+            worker.submit(int)
+        except BackgroundError:
+            num_raised += 1
+        finally:
+            sys.settrace(before)
+        opened.set()
+        try:
+            worker.close()
+        except BackgroundError:
+            num_raised += 1
+        assert num_raised == 1, f"the job failed at line {moment} of the call"
+        if passed < moment:
+            return
+
+
+def test_a_failure_whose_message_cannot_be_read_is_raised_once():
+    class UnreadableError(Exception):
+        def __str__(self):
+            raise ValueError("no message")
+
+    def fail_unreadably():
+        raise UnreadableError
+
+    worker = Worker()
+    wait_without_asking(worker.submit(fail_unreadably))
+    with pytest.raises(BackgroundError, match="UnreadableError"):
+        worker.flush()
+    assert worker.submit(int).result() == 0

@@ -235,19 +235,31 @@ class Worker:
     def _raise_failure(self) -> None:
         """Raise the first failure that nobody has noticed; log the others."""
         unnoticed = []
-        for process, outcome in self._failed.copy():
+        for entry in self._failed.copy():
+            process, outcome = entry
             if process == os.getpid() and not outcome.is_noticed:
                 unnoticed.append(outcome)
+                continue
+            # One by one: the background may add a failure at any time. Another thread may have removed this one.
+            with contextlib.suppress(ValueError):
+                self._failed.remove(entry)
         if not unnoticed:
-            self._failed.clear()
             return
         first, *others = unnoticed
         for other in others:
             other.is_noticed = True
             logger.error("%s: another background job failed as well", self.name, exc_info=other.error)
         more = f" (and {len(others)} more; see the log)" if others else ""
-        error = BackgroundError(f"{self.name}: an earlier job failed{more}: {first.error}")
+        error = BackgroundError(f"{self.name}: an earlier job failed{more}: {_describe(first.error)}")
         error.__cause__ = first.error
         # Last, so that an interrupt before this line does not lose the failure.
         first.is_noticed = True
         raise error
+
+
+def _describe(error: BaseException | None) -> str:
+    """Return the message of an error. The ``__str__`` of an error may fail as well."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an unreadable message must not hide the failure
+        return type(error).__name__
