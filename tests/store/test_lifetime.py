@@ -659,3 +659,253 @@ def test_jobs_run_in_the_calling_thread_where_no_thread_can_be_started(tmp_path,
     ]
     assert result.stdout.splitlines() == expected, result.stderr
     assert saved(tmp_path) == "abc"
+
+
+# Signal handlers that the program changes, and other users of signals.
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)",
+        "signal.signal(signal.SIGTERM, before)",
+    ],
+)
+def test_a_handler_that_the_program_has_removed_is_not_called(tmp_path, change):
+    script = f"""
+        def handler(number, frame):
+            print("called")
+        before = signal.signal(signal.SIGTERM, handler)
+        worker.submit(slow, "a").wait()
+        {change}
+        worker.submit(slow, "b").wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+    """
+    result = run(script, tmp_path)
+    assert (result.stdout, result.returncode) == ("", -signal.SIGTERM), result.stderr
+
+
+def test_a_handler_that_the_program_has_restored_is_called(tmp_path):
+    script = """
+        called = threading.Event()
+        def first(number, frame):
+            print("first")
+            called.set()
+        def second(number, frame):
+            print("second")
+            called.set()
+        for handler in (first, second, first):
+            signal.signal(signal.SIGTERM, handler)
+            worker.submit(slow, "a").wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        called.wait(30)
+    """
+    result = run(script, tmp_path)
+    assert (result.stdout, result.returncode) == ("first\n", 0), result.stderr
+
+
+def test_sigterm_ends_a_process_whose_event_loop_has_handled_it_before(tmp_path):
+    script = """
+        import asyncio
+        async def main():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print, "called")
+            worker.submit(slow, "a").wait()
+        asyncio.run(main())
+        worker.submit(slow, "b")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+    """
+    result = run(script, tmp_path)
+    assert (result.stdout, result.returncode) == ("", -signal.SIGTERM), result.stderr
+    assert saved(tmp_path) == "ab"
+
+
+def test_a_signal_to_a_child_forked_after_an_event_loop_has_closed_does_not_reach_the_parent(tmp_path):
+    script = """
+        import asyncio
+        async def main():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print, "called")
+            worker.submit(slow, "a").wait()
+        asyncio.run(main())
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(7)
+        os.kill(child, signal.SIGHUP)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    result = run(script, tmp_path)
+    assert (result.stdout, result.stderr, result.returncode) == (f"{-signal.SIGHUP}\n", "", 0)
+
+
+def test_a_child_whose_handler_calls_ours_ends(tmp_path):
+    script = """
+        def handler(number, frame):
+            before(number, frame)
+        before = signal.signal(signal.SIGTERM, handler)
+        worker.submit(slow, "a").wait()
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(7)
+        os.kill(child, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    result = run(script, tmp_path)
+    assert (result.stdout, result.returncode) == (f"{-signal.SIGTERM}\n", 0), result.stderr
+
+
+def test_another_signal_that_arrives_while_one_is_drained_ends_the_process(tmp_path):
+    script = """
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        may_end = threading.Event()
+        worker.submit(may_end.wait)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.5)
+        may_end.set()
+        time.sleep(30)
+    """
+    result = run(script, tmp_path, env=PATIENT)
+    assert result.returncode == -signal.SIGHUP, result.stderr
+
+
+def test_signals_of_other_libraries_arrive_while_one_is_drained(tmp_path):
+    script = """
+        import asyncio
+        async def main():
+            loop = asyncio.get_running_loop()
+            may_end = threading.Event()
+            has_ended = asyncio.Event()
+            loop.add_signal_handler(signal.SIGTERM, has_ended.set)
+            loop.add_signal_handler(signal.SIGUSR1, may_end.set)
+            worker.submit(may_end.wait)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            await has_ended.wait()
+            print("both arrived")
+        asyncio.run(main())
+    """
+    result = run(script, tmp_path, env={**os.environ, "SLIPSTREAM_GRACE_S": "60"})
+    assert (result.stdout, result.stderr, result.returncode) == ("both arrived\n", "", 0)
+
+
+def test_a_handler_that_is_installed_while_a_signal_is_drained_is_called(tmp_path):
+    script = """
+        called = threading.Event()
+        may_end = threading.Event()
+        signal.signal(signal.SIGTERM, lambda number, frame: called.set())
+        worker.submit(may_end.wait)
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda number, frame: called.set())
+        may_end.set()
+        print(called.wait(30))
+    """
+    assert run(script, tmp_path).stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    "break_stderr",
+    [
+        "os.close(2)",
+        # A pipe that nobody reads.
+        """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        try:
+            while True:
+                os.write(writer, bytes(4096))
+        except BlockingIOError:
+            os.set_blocking(writer, True)
+        os.dup2(writer, 2)
+        """,
+    ],
+)
+def test_sigterm_ends_a_process_that_cannot_report_what_is_lost(tmp_path, break_stderr):
+    script = """
+        worker.submit(time.sleep, 60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        os._exit(9)
+    """
+    script = textwrap.dedent(break_stderr) + textwrap.dedent(script)
+    result = run(script, tmp_path, env={**os.environ, "SLIPSTREAM_GRACE_S": "0.2"})
+    assert result.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("grace", ["nan", "30s", ""])
+def test_a_grace_period_that_is_not_a_number_is_the_default_one(tmp_path, grace):
+    script = "save_some()\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(30)"
+    result = run(script, tmp_path, env={**os.environ, "SLIPSTREAM_GRACE_S": grace})
+    assert (saved(tmp_path), result.returncode) == ("abc", -signal.SIGTERM), result.stderr
+
+
+def test_a_signal_is_drained_in_a_process_with_thousands_of_open_files(tmp_path):
+    script = """
+        import resource
+        _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 4096), limit))
+        opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+        worker = Worker(max_queue_size=10)
+        save_some()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+    """
+    result = run_without_worker(script, tmp_path)
+    assert (saved(tmp_path), result.returncode) == ("abc", -signal.SIGTERM), result.stderr
+
+
+def test_a_handler_that_c_code_has_installed_stays(tmp_path):
+    script = """
+        import faulthandler
+        faulthandler.register(signal.SIGTERM)
+        worker = Worker(max_queue_size=10)
+        save_some()
+        signal.raise_signal(signal.SIGTERM)
+        print("faulthandler does not end the process")
+    """
+    result = run_without_worker(script, tmp_path)
+    assert (result.stdout, result.returncode) == ("faulthandler does not end the process\n", 0)
+    assert "Current thread" in result.stderr
+
+
+def test_daemon_threads_that_submit_forever_do_not_keep_the_process_alive(tmp_path):
+    script = """
+        worker = Worker(max_queue_size=2)
+        def submit_forever():
+            while True:
+                worker.submit(time.sleep, 0.05)
+        for _ in range(6):
+            threading.Thread(target=submit_forever, daemon=True).start()
+        worker.submit(slow, "a")
+    """
+    result = run(script, tmp_path)
+    assert (saved(tmp_path), result.returncode) == ("a", 0), result.stderr
+
+
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_a_signal_to_a_child_that_is_just_being_forked_ends_the_child_and_not_the_parent(tmp_path, thread):
+    script = f"""
+        import multiprocessing
+        def fork_and_terminate():
+            for _ in range(30):
+                child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+                child.start()
+                child.terminate()
+                child.join()
+                codes.add(child.exitcode)
+        codes = set()
+        worker.submit(slow, "a").wait()
+        if "{thread}" == "main":
+            fork_and_terminate()
+        else:
+            forking = threading.Thread(target=fork_and_terminate)
+            forking.start()
+            forking.join()
+        print(codes, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    """
+    result = run(script, tmp_path)
+    assert (result.stdout, result.returncode) == (f"{{{-signal.SIGTERM}}} set()\n", 0), result.stderr

@@ -201,10 +201,11 @@ class Background:
 
     def drain_at_exit(self) -> None:
         """Block until the queue is empty, then let later jobs run inline. Runs when the main thread has ended."""
-        # Look again after the flag is set: another thread may have queued a job after the drain.
-        while not self._has_ended or self.unfinished():
-            self.drain(None)
-            self._has_ended = True
+        self.drain(None)
+        self._has_ended = True
+        # Once more, for jobs that were queued before the flag was set. Later ones are not waited for here: they run in
+        # their own threads, and daemon threads may submit forever.
+        self.drain(None)
         self._log_failures()
 
     def refuse_jobs(self) -> None:

@@ -26,6 +26,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -43,6 +44,13 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _POLL_S = 0.05
 _BLOCKED_AFTER_S = 5.0
+_REPORT_WAIT_MS = 1000
+
+# The addresses of C functions; None is SIG_DFL.
+ctypes.pythonapi.PyOS_getsig.argtypes = [ctypes.c_int]
+ctypes.pythonapi.PyOS_getsig.restype = ctypes.c_void_p
+ctypes.pythonapi.PyOS_setsig.argtypes = [ctypes.c_int, ctypes.c_void_p]
+ctypes.pythonapi.PyOS_setsig.restype = ctypes.c_void_p
 
 # What the draining thread reads: the number of a signal, written by Python's C handler; or one of these, with the
 # number of a signal in the lower bits, written by our own handler.
@@ -71,9 +79,12 @@ class Drainable(Protocol):
 def grace_period_s() -> float:
     """Return how many seconds a signal waits for background jobs: `DEFAULT_GRACE_S`, or ``SLIPSTREAM_GRACE_S``."""
     try:
-        return max(0.0, float(os.environ[GRACE_VARIABLE]))
+        seconds = float(os.environ[GRACE_VARIABLE])
     except (KeyError, ValueError):
         return DEFAULT_GRACE_S
+    if math.isnan(seconds):
+        return DEFAULT_GRACE_S
+    return max(0.0, seconds)
 
 
 def main_thread_has_ended() -> bool:
@@ -104,19 +115,31 @@ def protect(background: Drainable) -> None:
     _signals.protect(background)
 
 
+class _Link:
+    """Our handler for one signal, in front of the handler that it replaces.
+
+    Every installation creates another link. So if the program restores an older one, which `signal.signal` returned to
+    it, then the handlers that it used in between are not called any more.
+    """
+
+    def __init__(self, signals: _Signals, previous: Handler) -> None:
+        self.signals = signals
+        self.previous = previous
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.signals.on_signal(self.previous, number, frame)
+
+
 class _Signals:
     """Our signal handlers, and the thread that acts on signals. There is one of these per process.
 
-    Two threads are involved. The main thread runs `_on_signal`, when it gets to it. The draining thread runs `_listen`,
+    Two threads are involved. The main thread runs `on_signal`, when it gets to it. The draining thread runs `_listen`,
     and learns of every signal from the wakeup file descriptor immediately. They share no lock, only flags that change
     in one step.
     """
 
     def __init__(self) -> None:
         self._background: Drainable | None = None
-        # What handled each signal before us, in the order of installation: more than one if the program installed its
-        # handlers after us.
-        self._previous: dict[int, list[Handler]] = {}
         # Calls of previous handlers in progress: a handler of the program may call ours in turn.
         self._depth: dict[int, int] = {}
         # Signals whose first arrival the main thread has seen, and signals whose jobs are drained.
@@ -126,6 +149,8 @@ class _Signals:
         self._unconfirmed: set[int] = set()
         self._raised: set[int] = set()
         self._sockets: tuple[socket.socket, socket.socket] | None = None
+        # Codes that the draining thread has read and not acted on yet.
+        self._codes: deque[int] = deque()
         self._other_wakeup = -1
         self._is_polling = False
         self._asked_main_at_s: float | None = None
@@ -147,12 +172,18 @@ class _Signals:
         """Restore the previous handlers, in a forked child: its parent handles the jobs."""
         if self._sockets is not None:
             # First: until this is done, a signal to the child wakes the parent.
-            signal.set_wakeup_fd(self._other_wakeup)
+            signal.set_wakeup_fd(-1)
+            # The library that used it before us may have closed its file descriptor.
+            with contextlib.suppress(OSError, ValueError):
+                signal.set_wakeup_fd(self._other_wakeup)
             for end in self._sockets:
                 end.close()
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, previous[-1])
+            # A handler of the program may still call one of our links. Without sockets it takes effect immediately.
+            self._sockets = None
+        for number in _SIGNALS:
+            link = self._link(number)
+            if link is not None:
+                signal.signal(number, link.previous)
 
     # Installation
 
@@ -162,11 +193,7 @@ class _Signals:
         for number in _SIGNALS:
             if self._is_handled(number):
                 continue
-            current = signal.getsignal(number)
-            previous = self._previous.setdefault(number, [])
-            if current not in previous:
-                previous.append(current)
-            signal.signal(number, self._on_signal)
+            signal.signal(number, _Link(self, signal.getsignal(number)))
         if self._sockets is not None:
             ours = self._sockets[1].fileno()
             other = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
@@ -177,7 +204,20 @@ class _Signals:
         """Return whether our handler is installed, or should not be."""
         current = signal.getsignal(number)
         # Leave alone: ignored signals, handlers set from C, and Python's Ctrl-C, which ends in a normal exit.
-        return current in (None, signal.SIG_IGN, signal.default_int_handler, self._on_signal)
+        if current in (None, signal.SIG_IGN, signal.default_int_handler):
+            return True
+        # `getsignal` does not know what C code has installed, such as `faulthandler.register`.
+        if current == signal.SIG_DFL and ctypes.pythonapi.PyOS_getsig(number):
+            return True
+        return self._link(number) is not None
+
+    def _link(self, number: int) -> _Link | None:
+        """Return our handler of a signal, if it is installed."""
+        current = signal.getsignal(number)
+        # A forked child may restore a link of its parent. That one is a handler of the program there.
+        if isinstance(current, _Link) and current.signals is self:
+            return current
+        return None
 
     def _install_from_any_thread(self) -> None:
         if all(map(self._is_handled, _SIGNALS)) or main_thread_has_ended():
@@ -205,14 +245,15 @@ class _Signals:
 
     # The main thread
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread. Never blocks: the main thread may hold a lock that a job needs."""
-        previous = self._previous.get(number, [])
+    def on_signal(self, handler: Handler, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread. Never blocks: the main thread may hold a lock that a job needs.
+
+        Args:
+            handler: What handled the signal before us.
+            number: The signal.
+            frame: Where the main thread was interrupted.
+        """
         depth = self._depth.get(number, 0)
-        if depth >= len(previous):
-            return  # a handler of the program calls ours, and there was none before it
-        # The newest handler first. If that calls ours in turn, the one before it.
-        handler = previous[-1 - depth]
         if not callable(handler):
             # The program has no handler, so the signal ends the process: the draining thread does that when the jobs
             # are done. From now on a second signal ends the process immediately.
@@ -266,18 +307,25 @@ class _Signals:
             timeout = None
             if self._is_polling:
                 timeout = _POLL_S
-            for code in self._read(receiver, timeout):
-                self._act_on(code, receiver)
+            self._receive(receiver, timeout)
+            while self._codes:
+                self._act_on(self._codes.popleft(), receiver)
             if self._is_polling:
                 self._install_from_any_thread()
                 self._warn_if_blocked()
 
-    def _read(self, receiver: socket.socket, timeout_s: float | None) -> bytes:
-        """Return the codes that have arrived, after at most `timeout_s` seconds."""
-        readable, _, _ = select.select([receiver], [], [], timeout_s)
-        if not readable:
-            return b""
-        return receiver.recv(4096)
+    def _receive(self, receiver: socket.socket, timeout_s: float | None) -> None:
+        """Wait for codes for at most `timeout_s` seconds. Keep ours, and pass on the signals of others immediately."""
+        receiver.settimeout(timeout_s)
+        try:
+            codes = receiver.recv(4096)
+        except (TimeoutError, BlockingIOError):
+            return
+        for code in codes:
+            if code & _NUMBER_BITS in _SIGNALS:
+                self._codes.append(code)
+            elif code != _WAKE:
+                self._pass_on(code)
 
     def _pass_on(self, number: int) -> None:
         """Report a signal to the library that used the wakeup file descriptor before us, such as asyncio."""
@@ -287,19 +335,14 @@ class _Signals:
 
     def _act_on(self, code: int, receiver: socket.socket) -> None:
         number = code & _NUMBER_BITS
-        # Not a signal that we handle. `_WAKE` needs no action: it has woken this thread.
-        if number not in self._previous:
-            is_signal = code == number and code != _WAKE
-            if is_signal:
-                self._pass_on(number)
-            return
         if code == _END_PROCESS | number:
             self._drain(number, receiver, ends_process=True)
             self._end_process(number)
         elif self._is_new(code, number):
-            handler = self._previous[number][-1]
-            self._drain(number, receiver, ends_process=not callable(handler))
-            if not callable(handler):
+            link = self._link(number)
+            ends_process = link is not None and not callable(link.previous)
+            self._drain(number, receiver, ends_process=ends_process)
+            if ends_process:
                 self._end_process(number)
             self._raise_again(number)
 
@@ -307,7 +350,7 @@ class _Signals:
         """Have the main thread call the handler of the program, and wake it for that if it sleeps."""
         self._drained.add(number)
         # Otherwise the program has removed its handler meanwhile, and the signal would end the process.
-        if signal.getsignal(number) == self._on_signal:
+        if callable(signal.getsignal(number)):
             self._raised.add(number)
             with contextlib.suppress(OSError):
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
@@ -315,11 +358,12 @@ class _Signals:
     def _is_new(self, code: int, number: int) -> bool:
         """Tell a signal from the second report of the same signal, and from one that we raised ourselves.
 
-        A signal is reported twice: immediately by Python's C handler, and by `_on_signal` when the main thread gets to
+        A signal is reported twice: immediately by Python's C handler, and by `on_signal` when the main thread gets to
         it. The first report may be lost if another library has replaced the wakeup file descriptor.
         """
         if code == number:
-            if number in self._raised:
+            # If our handler is not installed, the signal has had its effect: there is nothing to wait for.
+            if number in self._raised or self._link(number) is None:
                 self._raised.discard(number)
                 self._pass_on(number)
                 return False
@@ -339,25 +383,21 @@ class _Signals:
         grace_s = grace_period_s()
         deadline = time.monotonic() + grace_s
         while not background.drain(_POLL_S):
-            if number in self._read(receiver, 0):
+            self._receive(receiver, 0)
+            if number in self._codes:
+                self._codes.remove(number)
                 self._pass_on(number)
                 return
             if time.monotonic() > deadline:
                 name = signal.Signals(number).name
                 lost = "".join(f"  {label}\n" for label in background.labels())
-                # Not with `print` or `logging`, whose locks another thread may hold.
-                message = f"slipstream: not done {grace_s:g} s after {name}, not waiting any longer:\n{lost}"
-                os.write(2, message.encode(errors="replace"))
+                _report(f"slipstream: not done {grace_s:g} s after {name}, not waiting any longer:\n{lost}")
                 return
 
     def _end_process(self, number: int) -> None:
         """End the process as the signal would have without us. Does not return."""
         # `signal.signal` works in the main thread only, and that may be stuck.
-        set_handler = ctypes.pythonapi.PyOS_setsig
-        set_handler.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        set_handler.restype = ctypes.c_void_p
-        # A null pointer is SIG_DFL.
-        set_handler(number, None)
+        ctypes.pythonapi.PyOS_setsig(number, None)
         os.kill(os.getpid(), number)
         # Only if the signal is blocked.
         time.sleep(1)
@@ -367,6 +407,18 @@ class _Signals:
         if self._background is None:
             return []
         return self._background.labels()
+
+
+def _report(message: str) -> None:
+    """Write to stderr as far as that is possible without waiting: nobody may read it, or it may be closed."""
+    # Not with `print` or `logging`, whose locks another thread may hold.
+    data = message.encode(errors="replace")
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    with contextlib.suppress(OSError):
+        # So many bytes never block if a pipe is ready for writing.
+        while data and poll.poll(_REPORT_WAIT_MS) == [(2, select.POLLOUT)]:
+            data = data[os.write(2, data[: select.PIPE_BUF]) :]
 
 
 _signals = _Signals()
@@ -381,12 +433,34 @@ def _install_in_main_thread(_: int | None) -> int:
 _install_call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_install_in_main_thread)
 
 
+# What each thread that is forking had blocked before.
+_masks: dict[int, set[Any]] = {}
+
+
+def _block_signals() -> None:
+    """Before a fork: a signal to a child that still has our handlers would reach the parent, or be lost."""
+    # Read first. Setting the mask may raise KeyboardInterrupt, and then the old mask would be unknown.
+    _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _unblock_signals() -> None:
+    """After a fork: let the signals that arrived during it take effect."""
+    mask = _masks.pop(threading.get_ident(), None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _reset_after_fork() -> None:
     """Give a forked child the handlers of the program; ours return with its first job."""
     global _signals  # noqa: PLW0603 - one per process
     parents = _signals
     _signals = _Signals()
-    parents.undo()
+    try:
+        parents.undo()
+    finally:
+        _unblock_signals()
+        _masks.clear()
 
 
-os.register_at_fork(after_in_child=_reset_after_fork)
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_after_fork)
