@@ -156,7 +156,8 @@ class FileLock:
         self._file = None
         if file is None or file.closed:
             return
-        # A child forked by C code, past Python's hooks, may still have the descriptor, and then closing alone does not unlock.
+        # A child forked by C code, past Python's hooks, may still have the descriptor. Then closing alone does not
+        # unlock the file.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
         file.close()
