@@ -465,3 +465,50 @@ def test_a_failure_whose_message_cannot_be_read_is_raised_once():
     with pytest.raises(BackgroundError, match="UnreadableError"):
         worker.flush()
     assert worker.submit(int).result() == 0
+
+
+def test_a_skipped_job_says_so_although_the_background_gets_to_it_at_any_moment_of_the_call():
+    for moment in itertools.count(1):
+        worker = Worker(max_queue_size=2, policy="skip_oldest")
+        gate = busy(worker)
+        queued = worker.submit(int)
+        passed = 0
+
+        def let_the_background_continue(frame, event, _, moment=moment, gate=gate, queued=queued):
+            nonlocal passed
+            if frame.f_code.co_filename != worker_module.__file__:
+                return None
+            passed += event == "line"
+            if passed == moment:
+                gate.opened.set()
+                # Jobs run in order, so the background has passed the queued one after this.
+                assert Worker().submit(int).result(30) == 0
+                assert not queued.cancelled()
+            return let_the_background_continue
+
+        before = sys.gettrace()
+        sys.settrace(let_the_background_continue)
+        try:
+            worker.submit(int)
+        finally:
+            sys.settrace(before)
+        gate.opened.set()
+        worker.close()
+        if worker.num_skipped:
+            assert isinstance(queued.exception(), JobSkippedError), f"at line {moment} of the call"
+        else:
+            assert queued.result() == 0
+        if passed < moment:
+            assert worker.num_skipped == 1
+            return
+
+
+def test_a_job_that_raises_a_cancelled_error_has_failed_and_was_not_cancelled():
+    def fail_cancelled():
+        raise CancelledError("a future that the job waited for")
+
+    handle = Worker().submit(fail_cancelled)
+    wait_without_asking(handle)
+    assert not handle.cancelled()
+    assert not handle.cancel()
+    assert isinstance(handle.exception(), CancelledError)

@@ -81,9 +81,10 @@ class Job:
         if self.outcome.claim():
             self._run_claimed()
         elif not self.outcome.is_done:
-            # Ctrl-C interrupted the call that cancelled or skipped this job, before it could resolve the outcome.
+            # The call that cancels or skips this job has not resolved the outcome yet, or Ctrl-C interrupted it.
+            # Resolving twice does no harm, because both use the same error.
             self.outcome.is_noticed = True
-            self.outcome.resolve(error=CancelledError())
+            self.outcome.resolve(error=self.outcome.claim_error or CancelledError())
         self.is_over = True
 
     def _run_claimed(self) -> None:

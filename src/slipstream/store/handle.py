@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import functools
 import logging
 from collections import deque
@@ -40,13 +39,15 @@ class Handle(Generic[T]):
 
     def cancelled(self) -> bool:
         """Return whether the job was cancelled before it started."""
-        return isinstance(self._outcome.error, CancelledError)
+        # Not by the error that the job raised: that may be a CancelledError, too.
+        return isinstance(self._outcome.claim_error, CancelledError)
 
     def cancel(self) -> bool:
         """Cancel the job unless it has started; return whether it will not run."""
-        if self._outcome.claim():
+        error = CancelledError()
+        if self._outcome.claim(error):
             self._outcome.is_noticed = True
-            self._outcome.resolve(error=CancelledError())
+            self._outcome.resolve(error=error)
         return self.cancelled()
 
     def failed(self) -> bool:
@@ -93,7 +94,7 @@ class Handle(Generic[T]):
             CancelledError: If the job was cancelled.
         """
         error = self._wait_for_error(timeout)
-        if isinstance(error, CancelledError):
+        if error is not None and self.cancelled():
             raise error
         return error
 
@@ -116,17 +117,30 @@ class Outcome:
         self.is_noticed = False
         self.value: Any = None
         self.error: BaseException | None = None
-        self._claimed = _thread.allocate_lock()
+        # At most one entry: the error that the claimant will resolve the outcome with, if it knows that already.
+        self._claims: dict[None, tuple[BaseException | None]] = {}
         self._callbacks: deque[Callable[[], object]] = deque()
 
     @property
     def is_claimed(self) -> bool:
         """Whether the job has started, or was skipped or cancelled."""
-        return self._claimed.locked()
+        return bool(self._claims)
 
-    def claim(self) -> bool:
-        """Return True to the first caller, and False to all others."""
-        return self._claimed.acquire(blocking=False)
+    @property
+    def claim_error(self) -> BaseException | None:
+        """The error that a job was skipped or cancelled with."""
+        (error,) = self._claims.get(None, (None,))
+        return error
+
+    def claim(self, error: BaseException | None = None) -> bool:
+        """Return True to the first caller, and False to all others.
+
+        Args:
+            error: What the caller will resolve the outcome with, unless Ctrl-C interrupts it: then the background does.
+        """
+        claim = (error,)
+        # One step, in which the claim and its error become visible.
+        return self._claims.setdefault(None, claim) is claim
 
     def resolve(self, value: Any = None, error: BaseException | None = None) -> None:
         """Store the result, wake everyone who waits for it, and run the callbacks."""

@@ -222,11 +222,12 @@ class Worker:
         job = self._find_waiting()
         if job is None:
             return False
-        if job.outcome.claim():
+        error = JobSkippedError(f"{self.name}: skipped in favour of a newer job")
+        if job.outcome.claim(error):
             self._skipped.append(None)
             job.function = None
             job.outcome.is_noticed = True
-            job.outcome.resolve(error=JobSkippedError(f"{self.name}: skipped in favour of a newer job"))
+            job.outcome.resolve(error=error)
         return True
 
     def _closed_error(self) -> RuntimeError:
