@@ -226,8 +226,8 @@ def to_state(batch: Batch) -> Any:
     """Return a copy of a batch as plain data that any checkpoint format can store.
 
     Raises:
-        UnsupportedStateError: If it is a TensorDict that cannot be converted to a plain one, or that holds an object per
-            element which differs between elements.
+        UnsupportedStateError: If it is a TensorDict that cannot be converted to a plain one, or that holds an object
+            per element which differs between elements.
     """
     if not is_tensordict(batch):
         return {"tree": clone(batch)}
