@@ -32,6 +32,7 @@ from slipstream import (
     TrainingState,
     WriteError,
 )
+from slipstream.codecs import Codec, Difference, Raw
 from slipstream.store.container import Container
 from slipstream.store.writer import write_container
 from tests.replay.samples import assert_same, episode, rollout
@@ -365,6 +366,30 @@ def test_a_damaged_dump_keeps_the_sound_steps_and_names_the_lost(tmp_path, caplo
     parts[1].unlink()
     with pytest.raises(CorruptFileError, match="every step in the folder is lost"):
         make_buffer().loads(tmp_path)
+
+
+def test_a_head_that_cannot_have_been_written_is_damage_that_names_the_folder(tmp_path):
+    one = make_buffer()
+    write(one, 1, [0])
+    one.dumps(tmp_path)
+    head = tmp_path / "storage" / "head.slip"
+    with Container(head) as container:
+        values = container.values
+        arrays = container.read_many(container.entries)
+
+    def load_with(codec: Codec, parts: Any) -> None:
+        with write_container(head, kind="replay storage") as writer:
+            for name, array in arrays.items():
+                writer.add(name, array, codec, array if codec.needs_reference else None)
+            for name, value in {**values, "parts": parts}.items():
+                writer.set(name, value)
+        make_buffer().loads(tmp_path)
+
+    load_with(Raw(), values["parts"])
+    with pytest.raises(CorruptFileError, match=str(head.parent)):
+        load_with(Difference(), values["parts"])
+    with pytest.raises(CorruptFileError, match=str(head.parent)):
+        load_with(Raw(), ["x"])
 
 
 def test_a_dump_of_another_size_is_refused(tmp_path):

@@ -21,7 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.codecs import Raw
-from slipstream.errors import CorruptFileError, FormatVersionError, MissingEntryError, SlipstreamError
+from slipstream.errors import (
+    CodecError,
+    CorruptFileError,
+    FormatVersionError,
+    MissingEntryError,
+    SlipstreamError,
+    naming,
+)
 from slipstream.replay.frames import FrameLog
 from slipstream.replay.packing import PackedColumn
 from slipstream.store.container import Container
@@ -62,7 +69,11 @@ class Loaded:
 def reading(folder: Path) -> Iterator[None]:
     """Turn what content that no writer writes may raise into an error that names the folder."""
     try:
-        yield
+        with naming(folder):
+            yield
+    except CodecError as error:
+        # A codec does not know that its input is from a file: a difference, for one, which only a checkpoint can hold.
+        raise CorruptFileError(str(error)) from error
     except MALFORMED as error:
         if isinstance(error, SlipstreamError):
             raise
