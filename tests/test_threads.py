@@ -169,3 +169,12 @@ def test_a_notifier_that_is_interrupted_anywhere_still_wakes_others():
     for thread in crew:
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_function_that_raises_stop_iteration_is_an_error_and_not_the_end(threads):
+    def raise_stop_iteration(item):
+        raise StopIteration
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(parallel_map(raise_stop_iteration, [1, 2, 3], threads))

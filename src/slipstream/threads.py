@@ -68,18 +68,24 @@ def parallel_map(function: Callable[[T], R], items: Sequence[T], threads: int | 
     """
     count = min(threads or default_threads(), len(items))
     if count <= 1:
-        yield from map(function, items)
+        yield from _serial_map(function, items)
         return
     work = _Work(function, items, ahead=2 * count)
     crew = _Crew(work, count)
     if not crew.threads:
-        yield from map(function, items)
+        yield from _serial_map(function, items)
         return
     try:
         for index in range(len(items)):
             yield work.result(index)
     finally:
         crew.dismiss()
+
+
+def _serial_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    # Not `map`: a StopIteration of `function` would end that silently. Here Python turns it into a RuntimeError.
+    for item in items:
+        yield function(item)
 
 
 @dataclass
