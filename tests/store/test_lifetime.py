@@ -543,42 +543,46 @@ def test_thousands_of_interrupts_of_a_full_queue_leave_it_working(tmp_path, poli
         worker = Worker(max_queue_size=2, policy={policy!r})
         ran = set()
         accepted = []
-        interrupts = 0
-        sent = threading.Event()
+        wants_interrupt = False
         def storm():
-            for _ in range(3000):
+            # One interrupt at a time, after a pause of up to a millisecond: the next one must not hit the `except`.
+            global wants_interrupt
+            for number in range(2000):
+                while not wants_interrupt:
+                    time.sleep(0)
+                wants_interrupt = False
+                time.sleep(number % 100 * 1e-5)
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.0003)
-            sent.set()
         def job(number):
             time.sleep(0.0005)
             ran.add(number)
-        def submit_until_sent():
+        def submit_until_interrupted():
+            global wants_interrupt
             number = len(accepted) * 1000
-            while not sent.is_set():
+            wants_interrupt = True
+            while True:
                 number += 1
                 try:
                     handle = worker.submit(job, number)
-                except QueueFullError:
+                    accepted.append((number, handle))
+                    if number % 5 == 0:
+                        handle.wait()
+                except (QueueFullError, JobSkippedError):
                     continue
-                accepted.append((number, handle))
-                if number % 5 == 0:
-                    handle.wait()
         import _thread
         _thread.start_new_thread(storm, ())
-        while not sent.is_set():
+        interrupts = 0
+        while interrupts < 2000:
             try:
-                submit_until_sent()
+                submit_until_interrupted()
             except KeyboardInterrupt:
                 interrupts += 1
-            except JobSkippedError:
-                pass
         worker.close(timeout=None)
         lost = [number for number, handle in accepted if number not in ran and handle.exception() is None]
-        print(interrupts > 500, lost, worker.queue_size, len(accepted) > 100)
+        print(lost, worker.queue_size, len(accepted) > 100)
     """
     result = run(script, tmp_path)
-    assert result.stdout == "True [] 0 True\n", result.stdout + result.stderr
+    assert result.stdout == "[] 0 True\n", result.stdout + result.stderr
 
 
 # Fork
