@@ -422,8 +422,8 @@ def test_a_worker_that_a_thread_created_is_drained(tmp_path, ending):
 def test_a_main_thread_that_is_blocked_before_handlers_are_installed_is_warned_about(tmp_path):
     script = """
         import logging
-        from slipstream.store import lifetime
-        lifetime._BLOCKED_AFTER_S = 0.2
+        from slipstream.store import signals
+        signals._BLOCKED_AFTER_S = 0.2
         warned = threading.Event()
         class Note(logging.Handler):
             def emit(self, record):

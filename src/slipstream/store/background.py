@@ -25,7 +25,7 @@ from concurrent.futures import CancelledError
 from typing import Any, Protocol
 
 from slipstream.errors import BackgroundError
-from slipstream.store import lifetime
+from slipstream.store import lifetime, signals
 from slipstream.store.handle import Outcome, changed
 
 logger = logging.getLogger(__name__)
@@ -173,13 +173,13 @@ class Background:
         """Queue a job, or run it now if the background would not."""
         self.wait_if_dying()
         if self.runs_inline():
-            lifetime.protect(self)
+            signals.protect(self)
             self._run_inline(job)
             return
         self._queue.append(job)
         self._wake.put(None)
         # After the append, so that the thread that watches the signal handlers sees that there is a job.
-        lifetime.protect(self)
+        signals.protect(self)
         # Look again: the process may have begun to end between the check and the append. Then the final drain may have
         # missed this job. Either that drain sees the job, or this thread sees the flag.
         self.wait_if_dying()

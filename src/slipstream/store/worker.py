@@ -4,9 +4,9 @@ Everything that Slipstream writes in the background goes through here. Each owne
 storage) has a `Worker`; one thread of the process works through the jobs of all of them
 (`slipstream.store.background`).
 
-Nothing that was accepted is lost silently. `slipstream.store.lifetime` drains the queues at exit and on signals. An
-error is kept, with its traceback, until the handle is asked for it; otherwise the next call or `close` raises it, or it
-is logged at exit.
+Nothing that was accepted is lost silently. The queues are drained at exit and on signals
+(`slipstream.store.lifetime`). An error is kept, with its traceback, until the handle is asked for it; otherwise the
+next call or `close` raises it, or it is logged at exit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 from slipstream.checks import require_choice, require_count
 from slipstream.errors import BackgroundError, JobSkippedError, QueueFullError
-from slipstream.store import lifetime
+from slipstream.store import signals
 from slipstream.store.background import Job, background
 from slipstream.store.handle import Handle, Outcome, changed
 
@@ -69,7 +69,7 @@ class Worker:
         # disappears with the frame that made it. The callback is a C function, so nothing can interrupt it.
         self._jobs: deque[weakref.ref[Job]] = deque()
         self._failed: deque[tuple[int, Outcome]] = deque()
-        lifetime.protect(background)
+        signals.protect(background)
 
     @property
     def queue_size(self) -> int:
