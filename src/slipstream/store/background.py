@@ -275,7 +275,10 @@ class Background:
                 self._run_next()
 
     def _run_next(self) -> None:
-        job = self._queue[0]
+        try:
+            job = self._queue[0]
+        except IndexError:
+            return  # at exit, the thread that submitted the last job may have taken it back
         # Before it leaves the queue, so that `unfinished` always sees it.
         self._running = job
         if self._take(job):
