@@ -27,7 +27,7 @@ LAYERS = [
     {"tensors"},
     {"batches"},
     {"checkpoint", "datasets", "replay", "rollout"},
-    {"collect"},
+    {"adapters", "collect"},
     {"train"},
     {"report"},
     {"cli"},

@@ -118,14 +118,14 @@ EXTRAS = {
     "safetensors": ("safetensors", "from slipstream import load_checkpoint; load_checkpoint(SAFETENSORS)"),
     "onnx": ("export", "from slipstream.train.export import _to_onnx; _to_onnx(None)"),
     "onnxscript": ("export", "from slipstream.train.export import _to_onnx; _to_onnx(None)"),
-    "lightning": ("adapters", "from slipstream.checkpoint.adapters import LightningCheckpointIO as L; L()"),
+    "lightning": ("adapters", "from slipstream.adapters import LightningCheckpointIO as L; L()"),
     "stable_baselines3": (
         "adapters",
-        "from slipstream.checkpoint.adapters import SB3CheckpointCallback as S; S('x', 1)",
+        "from slipstream.adapters import SB3CheckpointCallback as S; S('x', 1)",
     ),
     "torchrl.trainers": (
         "adapters",
-        "from slipstream.checkpoint.adapters import TorchRLCheckpointHook as T; T('x', 1)",
+        "from slipstream.adapters import TorchRLCheckpointHook as T; T('x', 1)",
     ),
     "cv2": ("datasets", "from slipstream import MultimodalReplayBuffer"),
 }

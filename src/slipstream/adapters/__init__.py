@@ -6,8 +6,8 @@ what to install if the library is not there.
 
 from __future__ import annotations
 
-from slipstream.checkpoint.adapters.lightning import LightningCheckpointIO
-from slipstream.checkpoint.adapters.stable_baselines3 import SB3CheckpointCallback, restore_into
-from slipstream.checkpoint.adapters.torchrl import TorchRLCheckpointHook
+from slipstream.adapters.lightning import LightningCheckpointIO
+from slipstream.adapters.stable_baselines3 import SB3CheckpointCallback, restore_into
+from slipstream.adapters.torchrl import TorchRLCheckpointHook
 
 __all__ = ["LightningCheckpointIO", "SB3CheckpointCallback", "TorchRLCheckpointHook", "restore_into"]

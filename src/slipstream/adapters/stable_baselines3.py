@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.checkpoint.adapters.base import Adapter, Checkpoints
+from slipstream.adapters.base import Adapter, Checkpoints
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import TrainingState
 from slipstream.checks import require_count

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.checkpoint.adapters.base import Adapter
+from slipstream.adapters.base import Adapter
 from slipstream.checkpoint.load import find_format
 from slipstream.checkpoint.portable import read_portable
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slipstream.checkpoint.adapters.base import Adapter, Checkpoints
+from slipstream.adapters.base import Adapter, Checkpoints
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import TrainingState
 from slipstream.checks import require_count

@@ -23,7 +23,7 @@ from slipstream import (
     TrainingState,
     load_checkpoint,
 )
-from slipstream.checkpoint.adapters import (
+from slipstream.adapters import (
     LightningCheckpointIO,
     SB3CheckpointCallback,
     TorchRLCheckpointHook,
@@ -58,7 +58,7 @@ def same(first: Any, second: Any) -> bool:
 def test_importing_the_adapters_imports_no_library_and_making_one_says_what_to_install():
     script = """
 import sys
-from slipstream.checkpoint.adapters import LightningCheckpointIO, SB3CheckpointCallback, TorchRLCheckpointHook
+from slipstream.adapters import LightningCheckpointIO, SB3CheckpointCallback, TorchRLCheckpointHook
 from slipstream.text import install_hint
 libraries = ("lightning", "lightning_fabric", "stable_baselines3", "torchrl")
 assert not {*libraries} & {*sys.modules}
