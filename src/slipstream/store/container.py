@@ -147,7 +147,12 @@ class Container:
         return out
 
     def read_many(
-        self, names: Iterable[str], references: Mapping[str, Reference] | None = None, threads: int | None = None
+        self,
+        names: Iterable[str],
+        references: Mapping[str, Reference] | None = None,
+        threads: int | None = None,
+        *,
+        out: Mapping[str, NDArray[Any]] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Read several whole arrays at once. All chunks share the threads, which makes small arrays fast.
 
@@ -155,6 +160,7 @@ class Container:
             names: The entries.
             references: The references that the writer used, by name, for entries stored as a difference.
             threads: Number of threads that decode; by default one per core.
+            out: Contiguous memory to read some of the entries into, by name; see `read`.
 
         Raises:
             MissingEntryError: If there is no such entry.
@@ -163,12 +169,20 @@ class Container:
         """
         if references is None:
             references = {}
+        if out is None:
+            out = {}
         arrays: dict[str, NDArray[Any]] = {}
         requests = []
         for name in names:
             entry = self._entry(name)
-            arrays[name] = self._allocate(entry, entry.shape)
-            requests.append(self._request(entry, 0, arrays[name], references.get(name)))
+            reference = references.get(name)
+            if name in out:
+                _check_out(out[name], entry.dtype, entry.shape)
+                arrays[name] = out[name]
+                reference = _without_overlap(entry, reference, out[name])
+            else:
+                arrays[name] = self._allocate(entry, entry.shape)
+            requests.append(self._request(entry, 0, arrays[name], reference))
         self._decode_all(requests, threads)
         return arrays
 
@@ -177,10 +191,16 @@ class Container:
 
         Of arrays stored as a difference only the checksums are checked, because there is no reference to decode them.
         """
-        chunks: list[tuple[Entry, int]] = []
-        for entry in self._index.entries.values():
-            chunks.extend((entry, number) for number in range(len(entry.chunks)))
-        return parallel_map(self._damage_of, chunks, threads)
+        return parallel_map(self._damage_of, self._all_chunks(), threads)
+
+    def check_chunks(self, threads: int | None = None) -> None:
+        """Read every chunk and compare it with its checksum, without decoding any: as fast as the disk.
+
+        Raises:
+            CorruptFileError: If a chunk does not match. Names the entry.
+        """
+        for _ in parallel_map(self._check_chunk, self._all_chunks(), threads):
+            pass
 
     def close(self) -> None:
         """Close the file. Idempotent; reading afterwards raises. Reads in progress on other threads finish."""
@@ -280,12 +300,26 @@ class Container:
         if xxhash.xxh3_64_intdigest(target.data) != chunk.checksum:
             raise self._damage(entry, number, "its bytes do not match their checksum")
 
+    def _all_chunks(self) -> list[tuple[Entry, int]]:
+        """Return every chunk as its entry and its number, in the order of the file."""
+        chunks = []
+        for entry in self._index.entries.values():
+            for number in range(len(entry.chunks)):
+                chunks.append((entry, number))  # noqa: PERF401 - a loop is easier to read
+        return chunks
+
+    def _check_chunk(self, chunk: tuple[Entry, int]) -> None:
+        """Read one chunk into scratch memory and compare it with its checksum."""
+        entry, number = chunk
+        with scratch_scope():
+            self._read_chunk(entry, number, scratch("chunk", entry.chunks[number].length, _BYTES))
+
     def _damage_of(self, chunk: tuple[Entry, int]) -> CorruptFileError | None:
         """Return the damage of a chunk, or None."""
         entry, number = chunk
         try:
             if entry.codec.needs_reference:
-                self._read_chunk(entry, number, np.empty(entry.chunks[number].length, np.uint8))
+                self._check_chunk(chunk)
             else:
                 _, shape = entry.grid.part(number)
                 self._decode(entry, number, entry.codec, np.empty(shape, entry.dtype))

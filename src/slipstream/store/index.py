@@ -162,16 +162,8 @@ class Index:
             TypeError: If a value is not plain JSON.
             ValueError: If a value is NaN or infinite.
         """
-        for name, value in self.values.items():
-            _check_json(value, name)
-        document = {
-            "kind": self.kind,
-            "written_by": self.written_by,
-            "entries": [entry.to_json() for entry in self.entries.values()],
-            "values": dict(self.values),
-        }
-        with ieee_arithmetic():
-            return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+        encoded = {name: encode_json(value, name) for name, value in self.values.items()}
+        return join_index(self.kind, self.written_by, self.entries, encoded)
 
     @classmethod
     def parse(cls, text: bytes, data_start: int, data_stop: int) -> Index:
@@ -198,6 +190,45 @@ class Index:
             entries,
             _field(document, "values", dict),
         )
+
+
+def encode_json(value: Any, name: str) -> str:
+    """Return a value as compact JSON, which reading returns unchanged.
+
+    Args:
+        value: Numbers, strings, lists, and dicts with string keys.
+        name: Name of the value, for messages.
+
+    Raises:
+        TypeError: If the value is not plain JSON.
+        ValueError: If it contains NaN or an infinite number.
+    """
+    _check_json(value, name)
+    return dump_json(value)
+
+
+def dump_json(value: Any) -> str:
+    """Return a value that is known to be plain JSON as compact text. Floats keep every bit."""
+    with ieee_arithmetic():
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def join_index(kind: str, written_by: str, entries: Mapping[str, Entry], values: Mapping[str, str]) -> bytes:
+    """Return the text of an index whose values are JSON already. Encoding them once is most of its cost."""
+    items = list(map(Entry.to_json, entries.values()))
+    head = dump_json({"kind": kind, "written_by": written_by, "entries": items})
+    members = []
+    for name, text in values.items():
+        members.append(f"{json.dumps(name)}:{text}")
+    # Everything but the closing brace, then the values.
+    return f'{head[:-1]},"values":{{{",".join(members)}}}}}'.encode()
+
+
+def check_limits(text: bytes) -> None:
+    """Raise `ValueError` if an index exceeds what readers accept. Everything else holds by construction."""
+    if len(text) > MAX_INDEX_BYTES:
+        raise ValueError(f"the container's index has {len(text)} bytes, at most {MAX_INDEX_BYTES} are allowed")
+    _check_structure(text)
 
 
 def _check_json(value: Any, name: str) -> None:

@@ -7,7 +7,6 @@ and so that a truncated file is recognized by its missing footer.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -23,9 +22,8 @@ from slipstream.checks import require_count
 from slipstream.codecs import Codec, choose_codec
 from slipstream.codecs.base import part_shape, word_dtype
 from slipstream.errors import CodecError
-from slipstream.floats import ieee_arithmetic
-from slipstream.store.header import HEADER, Footer, pack_header
-from slipstream.store.index import MAX_AXES, MAX_CHUNK_BYTES, MAX_INDEX_BYTES, Chunk, Entry, Grid, Index
+from slipstream.store.header import Footer, pack_header
+from slipstream.store.index import MAX_AXES, MAX_CHUNK_BYTES, Chunk, Entry, Grid, check_limits, encode_json, join_index
 from slipstream.store.local import atomic_write
 from slipstream.store.reference import ChunkReferences, Reference
 from slipstream.threads import parallel_map
@@ -93,7 +91,8 @@ class ContainerWriter:
         self._threads = threads
         self._verify = verify
         self._entries: dict[str, Entry] = {}
-        self._values: dict[str, Any] = {}
+        # As JSON: encoded when they are set, so that later changes do not matter and finishing is cheap.
+        self._values: dict[str, str] = {}
         self._intact = True
         self.identity = ""
         self.file_bytes = 0
@@ -181,21 +180,21 @@ class ContainerWriter:
             TypeError: If the value is not plain JSON.
             ValueError: If the value contains NaN or an infinite number.
         """
+        self.set_encoded(name, encode_json(value, name))
+
+    def set_encoded(self, name: str, text: str) -> None:
+        """Store JSON that is encoded already, as `dump_json` encodes it; for values that are large."""
         if not isinstance(name, str):
             raise TypeError(f"the name of a value is {name!r}, expected a string")
-        with ieee_arithmetic():
-            copied = json.loads(Index("", "", {}, {name: value}).to_json())
-        self._values[name] = copied["values"][name]
+        self._values[name] = text
 
     def finish(self) -> None:
         """Write index and footer; `write_container` calls it."""
         if not self._intact:
             raise ValueError("the container was damaged by a failed write and cannot be finished")
-        text = Index(self._kind, f"slipstream {__version__}", self._entries, self._values).to_json()
-        if len(text) > MAX_INDEX_BYTES:
-            raise ValueError(f"the container's index has {len(text)} bytes, at most {MAX_INDEX_BYTES} are allowed")
+        text = join_index(self._kind, f"slipstream {__version__}", self._entries, self._values)
         # Never write what cannot be read.
-        Index.parse(text, HEADER.size, self._position)
+        check_limits(text)
         footer = Footer.of(self._position, text)
         packed_footer = footer.pack(self._header)
         self._file.write(text)
