@@ -96,9 +96,10 @@ for _bits in range(1, 8):
 DTYPES = {name: DType(name, np.dtype(carrier)) for name, carrier in _CARRIERS.items()}
 """Every torch dtype by name."""
 
-# Plain numbers, text, bytes, raw memory, dates and durations, spelled as `numpy.dtype.str` spells them.
+# Plain numbers, text, bytes, raw memory, dates and durations, spelled as `numpy.dtype.str` spells them. No long
+# doubles: they have 80 bits on some machines and 128 on others, under the same name.
 _NUMPY_NAME = re.compile(
-    r"[<>|](b1|[iu][1248]|f[248]|f16|c8|c16|c32|[SU][0-9]{1,9}|V[1-9][0-9]{0,8}"
+    r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[SU][0-9]{1,9}|V[1-9][0-9]{0,8}"
     r"|[Mm]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
 
@@ -134,15 +135,15 @@ def parse_numpy_dtype(name: Any) -> np.dtype[Any]:
     try:
         return np.dtype(name)
     except (TypeError, ValueError) as error:
-        # Long doubles, which some machines lack, and text too long for any array.
+        # Text that is too long for any array.
         raise ValueError(f"NumPy has no dtype {name!r} on this machine") from error
 
 
 def is_plain(dtype: np.dtype[Any]) -> bool:
     """Return whether the name of a NumPy dtype says all about it, so that `parse_numpy_dtype` restores it.
 
-    False for objects, records, and dtypes that other packages define.
+    False for objects, records, long doubles, dtypes with metadata, and dtypes that other packages define.
     """
-    if dtype.hasobject or not _NUMPY_NAME.fullmatch(dtype.str):
+    if dtype.hasobject or dtype.metadata or not _NUMPY_NAME.fullmatch(dtype.str):
         return False
     return np.dtype(dtype.str) == dtype

@@ -6,11 +6,11 @@ with the tag ``$``: containers that JSON lacks, plain values (`slipstream.schema
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from slipstream.errors import CorruptFileError
-from slipstream.schema.values import Json
+from slipstream.schema.values import Json, is_exact_text
 
 Key = tuple[Any, ...]
 """Where a value is: the keys of dicts and the positions in lists on the way to it, from the outside in."""
@@ -21,13 +21,27 @@ LEAF_TAGS = ("tensor", "array")
 # Every level of a state takes up to three levels of JSON, and Python's JSON parser recurses. A limit far below Python's
 # own guarantees that whatever was saved can be loaded, even from deep within a program.
 MAX_DEPTH = 100
-# Bounds the time and memory that a hostile file can cost. A state of this size has an index of more than 10 MB.
-MAX_NODES = 1 << 22
+# Bounds the time and memory that a hostile file can cost. A node takes up to three lists or objects in JSON, and the
+# index of a container holds at most three million of them.
+MAX_NODES = 1 << 20
+# Bounds what text and bytes may add to the index of a container, which holds at most 64 MiB.
+MAX_CHARACTERS = 32 << 20
 
 
 def name_of(key: Key, root: str = "state") -> str:
     """Return a key as text, such as ``"optimizer/state/0/exp_avg"``; `root` if it has no parts."""
-    return "/".join(map(str, key)) or root
+    try:
+        return "/".join(map(str, key)) or root
+    except ValueError:
+        return "/".join(map(_text_of, key))
+
+
+def _text_of(part: Any) -> str:
+    """Return a part of a key as text, also if it contains an integer that is too long for Python to print."""
+    try:
+        return str(part)
+    except ValueError:
+        return f"<{type(part).__name__}>"
 
 
 def tag_of(node: Json) -> Any:
@@ -73,3 +87,22 @@ def pairs_in(node: Mapping[str, Json]) -> list[list[Json]]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise TypeError(f"{str(pair)[:40]!r} is not a pair of key and value")
     return pairs
+
+
+_TEXT = frozenset({str})
+
+
+def are_json_keys(names: Collection[Any]) -> bool:
+    """Return whether all keys of a dict can stand for themselves in a JSON object, where the tag has a meaning."""
+    # Exact types: a key of a subclass would come back as a string.
+    if not _TEXT.issuperset(map(type, names)):
+        return False
+    text = "".join(names)
+    # True for nearly all dicts, and much cheaper than to look at every key.
+    if text.isascii() and TAG not in text:
+        return True
+    return all(map(_is_json_key, names))
+
+
+def _is_json_key(key: str) -> bool:
+    return not key.startswith(TAG) and is_exact_text(key)

@@ -5,27 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
 from slipstream.errors import CorruptFileError
 from slipstream.schema.dtypes import DTYPES, parse_numpy_dtype, parse_torch_dtype
-from slipstream.schema.nodes import (
-    LEAF_TAGS,
-    TAG,
-    Key,
-    check_limits,
-    invalid,
-    items_in,
-    members_in,
-    name_of,
-    pairs_in,
-    tag_of,
-)
-from slipstream.schema.unflatten import read_plain
+from slipstream.schema.keys import Keys, missing_error, resolve_keys
+from slipstream.schema.nodes import TAG, Key, invalid, name_of
 from slipstream.schema.values import MAX_INDEX, Json, read_sizes
+from slipstream.schema.walk import leaf_nodes, members_of, with_members
 
 MAX_AXES = 64
 """How many axes a leaf may have: as many as NumPy allows."""
@@ -69,7 +58,11 @@ class Leaf:
 
 
 def leaves_of(structure: Json, key: Key = ()) -> Iterator[tuple[Leaf, Json]]:
-    """Yield every leaf with its node, in order. Checks the nodes; for those with an entry see also `check_fits`.
+    """Yield every leaf with its node, in order, after checking the node.
+
+    A leaf with elements names the ``"region"`` that holds them: the number of a piece of memory in a table of the file.
+    The caller must check that number, and with `check_fits` that the leaf stays inside its region. A leaf without
+    elements has no region.
 
     Args:
         structure: As it was read from a file.
@@ -86,73 +79,74 @@ def leaves_of(structure: Json, key: Key = ()) -> Iterator[tuple[Leaf, Json]]:
         yield leaf, node
 
 
-def leaf_nodes(structure: Json, key: Key = ()) -> Iterator[tuple[Key, Json]]:
-    """Yield the node of every leaf with its key, in order, without checking the node."""
-    for at, node in end_nodes(structure, key):
-        if tag_of(node) in LEAF_TAGS:
-            yield at, node
+def select_keys(structure: Json, keys: Keys) -> Json:
+    """Return the branches of a structure whose keys were asked for, each with everything below it.
 
+    Containers keep their type; lists and tuples keep only the selected items, in order. The nodes of the branches are
+    the same objects as in `structure`, not copies.
 
-def end_nodes(structure: Json, key: Key = ()) -> Iterator[tuple[Key, Json]]:
-    """Yield the nodes of all leaves and plain values with their keys, in order."""
-    num_nodes = 0
-    stack = [(key, structure)]
-    while stack:
-        at, node = stack.pop()
-        num_nodes += 1
-        check_limits(at, num_nodes)
-        members = _members(node, at)
-        if members is None:
-            yield at, node
-            continue
-        # The first member goes onto the stack last, so that it comes off first.
-        for part, member in reversed(members):
-            stack.append(((*at, part), member))
+    Args:
+        structure: As it was read from a file, or as `slipstream.schema.flatten.flatten` returns it.
+        keys: A string, which is one name or pattern, or a collection of names, patterns and exact paths (tuples); see
+            `slipstream.schema.keys.resolve_keys`.
 
+    Raises:
+        MissingEntryError: If a key matches nothing. Names all such keys, and similar ones that exist.
+        ConfigurationError: If `keys` is empty.
+        TypeError: If it contains anything but strings and tuples.
+        CorruptFileError: If the structure is invalid.
 
-def select(structure: Json, matches: Callable[[Key], bool], key: Key = ()) -> Json | None:
-    """Return the branches whose key matches, each whole, or None if there are none.
-
-    The nodes of these branches are the same objects as in `structure`, not copies.
+    Example:
+        >>> select_keys({"policy": {"actor": 1, "critic": 2}, "step": 3}, ["policy/act*", ("step",)])
+        {'policy': {'actor': 1}, 'step': 3}
     """
-    if key and matches(key):
+    selection = resolve_keys(structure, keys)
+    if selection.missing:
+        raise missing_error(structure, selection.missing)
+    return _select(structure, selection.matches, ())
+
+
+def drop_keys(structure: Json, keys: Keys) -> Json:
+    """Return a structure without the branches whose keys are given. Keys that match nothing are ignored.
+
+    Args and errors are those of `select_keys`, except that keys may be missing or empty.
+
+    Example:
+        >>> drop_keys({"policy": {"actor": 1, "critic": 2}, "step": 3}, ["policy/act*", "absent"])
+        {'policy': {'critic': 2}, 'step': 3}
+    """
+    # Unlike a selection of nothing, this is not a mistake.
+    if not keys:
         return structure
-    # Bounds the recursion. The number of nodes needs no bound here: each one is visited at most once.
-    check_limits(key, 0)
-    members = _members(structure, key)
-    if members is None:
-        return None
+    return _drop(structure, resolve_keys(structure, keys).matches, ())
+
+
+def _select(structure: Json, matches: Callable[[Key], bool], key: Key) -> Json | None:
+    """Return the branches below a key that match, or None if there are none. `resolve_keys` has checked the depth."""
     kept: dict[int, Json] = {}
-    for position, (part, member) in enumerate(members):
-        branch = select(member, matches, (*key, part))
+    for position, (part, member) in enumerate(members_of(structure, key) or ()):
+        at = (*key, part)
+        if matches(at):
+            kept[position] = member
+            continue
+        branch = _select(member, matches, at)
         if branch is not None:
             kept[position] = branch
     if not kept:
         return None
-    return _with_members(structure, kept)
+    return with_members(structure, kept)
 
 
-def drop(structure: Json, matches: Callable[[Key], bool], key: Key = ()) -> Json:
-    """Return the structure without the branches whose key matches."""
-    check_limits(key, 0)
-    members = _members(structure, key)
+def _drop(structure: Json, matches: Callable[[Key], bool], key: Key) -> Json:
+    """Return a structure without the branches whose key matches."""
+    members = members_of(structure, key)
     if members is None:
         return structure
     kept: dict[int, Json] = {}
     for position, (part, member) in enumerate(members):
         if not matches((*key, part)):
-            kept[position] = drop(member, matches, (*key, part))
-    return _with_members(structure, kept)
-
-
-def matching(patterns: Sequence[str]) -> Callable[[Key], bool]:
-    """Return a function that tells whether the name of a key matches a pattern such as ``"policy/actor.*"``."""
-
-    def matches(key: Key) -> bool:
-        name = name_of(key)
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-    return matches
+            kept[position] = _drop(member, matches, (*key, part))
+    return with_members(structure, kept)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -167,7 +161,13 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_fits(leaf: Leaf, node: Mapping[str, Json], stored_bytes: int) -> None:
-    """Raise `CorruptFileError` unless a leaf stays inside the memory that was stored for it."""
+    """Raise `CorruptFileError` unless a leaf stays inside the memory that was stored for it.
+
+    Args:
+        leaf: The leaf.
+        node: Its node, which `leaves_of` has checked.
+        stored_bytes: The size of its region. An array takes all of it; tensors may share it.
+    """
     if leaf.is_array and leaf.nbytes != stored_bytes:
         raise CorruptFileError(f"{leaf.name[:200]!r} needs {leaf.nbytes:,} bytes, {stored_bytes:,} are stored")
     # A tensor may see only a part of its memory, and share it with others.
@@ -186,54 +186,6 @@ def _end(leaf: Leaf, node: Mapping[str, Json]) -> int:
     return int(node.get("offset", 0)) + (last + 1) * leaf.carrier.itemsize
 
 
-def _members(node: Json, key: Key) -> list[tuple[Any, Json]] | None:
-    """Return the members of a node with their keys, or None if it is a leaf or a plain value. Sets are plain values."""
-    if isinstance(node, list):
-        return list(enumerate(node))
-    if not isinstance(node, dict):
-        return None
-    if TAG not in node:
-        return list(node.items())
-    try:
-        match node[TAG]:
-            case "tuple":
-                return list(enumerate(items_in(node)))
-            case "TensorDict":
-                return list(members_in(node).items())
-            case "dict" | "OrderedDict":
-                return [(_read_key(key_node, key), member) for key_node, member in pairs_in(node)]
-    except (TypeError, KeyError) as error:
-        raise invalid(node, key, error) from error
-    return None
-
-
-def _with_members(node: Json, kept: dict[int, Json]) -> Json:
-    """Return a node with other members: those in `kept`, by their position in what `_members` returned."""
-    if isinstance(node, list):
-        return list(kept.values())
-    if TAG not in node:
-        names = list(node)
-        return {names[position]: member for position, member in kept.items()}
-    members = node["v"]
-    if node[TAG] == "tuple":
-        return {**node, "v": list(kept.values())}
-    if node[TAG] == "TensorDict":
-        names = list(members)
-        return {**node, "v": {names[position]: member for position, member in kept.items()}}
-    return {**node, "v": [[members[position][0], member] for position, member in kept.items()]}
-
-
-def _read_key(node: Json, key: Key) -> Any:
-    """Return the key of a dict. Raises `TypeError` if the value cannot be one."""
-    # Most keys stand for themselves.
-    if isinstance(node, (str, int)):
-        return node
-    name = read_plain(node, (*key, "keys"))
-    # Raises TypeError for values such as lists.
-    hash(name)
-    return name
-
-
 def _parse_leaf(key: Key, node: Mapping[str, Json]) -> Leaf:
     """Check the node of a leaf. Raises `ValueError` or `TypeError` if it is invalid."""
     shape = tuple(read_sizes(node.get("shape")))
@@ -245,15 +197,17 @@ def _parse_leaf(key: Key, node: Mapping[str, Json]) -> Leaf:
     else:
         dtype = _parse_tensor_dtype(node.get("dtype"))
         _check_view(node, dtype, len(shape))
-    # The content is either in the node itself or in an entry of the file.
-    if ("hex" in node) == ("entry" in node):
-        raise ValueError("expected either 'hex' or 'entry'")
-    leaf = Leaf(key, dtype, shape)
-    if "hex" in node:
-        check_fits(leaf, node, len(bytes.fromhex(node["hex"])))
-    elif not isinstance(node["entry"], str):
-        raise TypeError("'entry' is not a string")
-    return leaf
+    _check_region(node, shape)
+    return Leaf(key, dtype, shape)
+
+
+def _check_region(node: Mapping[str, Json], shape: tuple[int, ...]) -> None:
+    """Check that a leaf names a region exactly if it has elements."""
+    if 0 in shape:
+        if "region" in node or node.get("offset", 0):
+            raise ValueError("a leaf without elements has no region and no offset")
+    else:
+        read_sizes([node.get("region")])
 
 
 def _parse_array_dtype(name: Json) -> str:

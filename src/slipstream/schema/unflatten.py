@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.errors import CorruptFileError, FormatVersionError
 from slipstream.schema.nodes import TAG, Key, check_limits, invalid, items_in, members_in, name_of, pairs_in
-from slipstream.schema.values import KINDS, Json, TorchValues, read_sizes
+from slipstream.schema.values import KINDS, Json, TorchValues, read_device, read_names, read_sizes
 
 
 def unflatten(
@@ -79,7 +79,7 @@ class _Reader:
             case "tensor" | "array" | "TensorDict" if plain:
                 raise CorruptFileError(f"{name_of(key)[:200]!r} is a {tag}, where only plain values are allowed")
             case "tensor" | "array":
-                return next(self._leaves)
+                return self._read_leaf(key)
             case "tuple":
                 return tuple(self._read_items(items_in(node), key, plain))
             case "set" | "frozenset":
@@ -87,8 +87,7 @@ class _Reader:
             case "dict" | "OrderedDict":
                 return self._read_dict(tag, node, key, plain)
             case "TensorDict":
-                members = self._read_members(members_in(node), key, plain)
-                return self._torch.tensordict(members, read_sizes(node["batch_size"]))
+                return self._read_tensordict(node, key)
             case "object" if self._objects:
                 return self._objects[node["v"]]
         if not isinstance(tag, str) or tag not in KINDS:
@@ -97,11 +96,27 @@ class _Reader:
             )
         return KINDS[tag].read(node["v"], self._torch)
 
+    def _read_leaf(self, key: Key) -> Any:
+        for leaf in self._leaves:
+            return leaf
+        raise CorruptFileError(f"{name_of(key)[:200]!r} is a tensor or array, where only plain values are allowed")
+
     def _read_items(self, nodes: list[Json], key: Key, plain: bool) -> list[Any]:
         return [self.read(node, (*key, position), plain=plain) for position, node in enumerate(nodes)]
 
     def _read_members(self, nodes: Mapping[str, Json], key: Key, plain: bool) -> dict[str, Any]:
         return {name: self.read(node, (*key, name), plain=plain) for name, node in nodes.items()}
+
+    def _read_tensordict(self, node: Mapping[str, Json], key: Key) -> Any:
+        members = self._read_members(members_in(node), key, plain=False)
+        batch_size = read_sizes(node["batch_size"])
+        names = None
+        if "names" in node:
+            names = read_names(node["names"], len(batch_size))
+        device = None
+        if "device" in node:
+            device = read_device(node["device"])
+        return self._torch.tensordict(members, batch_size, names, device)
 
     def _read_set(self, tag: str, node: Mapping[str, Json], key: Key) -> set[Any] | frozenset[Any]:
         items = self._read_items(items_in(node), key, plain=True)

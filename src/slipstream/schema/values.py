@@ -23,8 +23,8 @@ Json = Any
 MAX_INDEX = (1 << 63) - 1
 """The largest size or offset that torch can count."""
 
-# Python refuses to print or parse integers of more than 4,300 decimal digits.
-_MAX_INT_BITS = 14_000
+# Python refuses to print or parse integers with many decimal digits. The limit can be set, but not below 640 digits.
+_MAX_INT_BITS = 2_000
 
 # JSON writes characters beyond the 16-bit range as surrogate pairs. Two characters that happen to be the halves of a
 # pair would therefore come back as one.
@@ -47,8 +47,17 @@ class TorchValues:
         """Return a ``torch.Size``."""
         return tuple(sizes)
 
-    def tensordict(self, members: dict[str, Any], batch_size: list[int]) -> Any:
-        """Return a ``TensorDict``."""
+    def tensordict(
+        self, members: dict[str, Any], batch_size: list[int], names: list[str | None] | None, device: str | None
+    ) -> Any:
+        """Return a ``TensorDict``.
+
+        Args:
+            members: Its tensors and nested TensorDicts.
+            batch_size: Its batch size.
+            names: The names of its batch dimensions, or None if none of them has one.
+            device: The device that it had when it was saved, or None if it had none.
+        """
         return members
 
 
@@ -71,7 +80,7 @@ def is_exact_text(text: str) -> bool:
 
 
 def is_exact_int(number: int) -> bool:
-    """Return whether JSON can hold an integer."""
+    """Return whether JSON holds an integer in decimal digits; a longer one has a tag."""
     return number.bit_length() <= _MAX_INT_BITS
 
 
@@ -88,6 +97,41 @@ def read_sizes(sizes: Json, least: int = 0) -> list[int]:
         if type(size) is not int or not least <= size <= MAX_INDEX:
             raise ValueError(f"{str(size)[:40]!r} is not a size")
     return sizes
+
+
+def read_names(names: Json, num_axes: int) -> list[str | None]:
+    """Return the names of batch dimensions after checking them.
+
+    Raises:
+        ValueError: If it is not a list of strings and nulls, one per dimension and at least one of them a string.
+    """
+    if not isinstance(names, list) or len(names) != num_axes:
+        raise ValueError(f"{str(names)[:40]!r} is not a list of {num_axes} names")
+    if not {str, type(None)}.issuperset(map(type, names)) or not set(names) - {None}:
+        raise ValueError(f"{str(names)[:40]!r} are not names")
+    return names
+
+
+def read_device(name: Json) -> str:
+    """Return the name of a device after checking it. Raises `ValueError` if torch cannot have such a device."""
+    if not isinstance(name, str) or not _DEVICE.fullmatch(name):
+        raise ValueError(f"{str(name)[:40]!r} is not a device")
+    return name
+
+
+def _write_int(value: int) -> Json:
+    # Hexadecimal digits have no limit, and take linear time.
+    return hex(value)
+
+
+def _read_int(value: Json, _: TorchValues) -> int:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]!r} is not hexadecimal text")
+    number = int(value, 16)
+    # Python accepts more spellings than are written: underscores, spaces, capitals.
+    if hex(number) != value:
+        raise ValueError(f"{value[:40]!r} is not written as {hex(number)[:40]!r}")
+    return number
 
 
 def _write_float(value: float) -> Json:
@@ -165,7 +209,8 @@ def _is_step(part: Any) -> bool:
 
 
 def _write_scalar(value: np.generic) -> Json | None:
-    if not is_plain(value.dtype):
+    # Not for subclasses, nor for a second type of the same size: `numpy.longlong` would come back as `numpy.int64`.
+    if not is_plain(value.dtype) or type(value) is not np.dtype(value.dtype.str).type:
         return None
     # NumPy gives empty text one character more than its dtype has.
     return [value.dtype.str, value.tobytes()[: value.dtype.itemsize].hex()]
@@ -207,7 +252,8 @@ def _read_dtype(value: Json, torch: TorchValues) -> Any:
     return torch.dtype(parse_torch_dtype(value).name)
 
 
-def _write_device(value: Any) -> Json | None:
+def write_device(value: Any) -> str | None:
+    """Return the name of a device, or None if it has an unusual one."""
     name = str(value)
     if not _DEVICE.fullmatch(name):
         return None
@@ -215,9 +261,7 @@ def _write_device(value: Any) -> Json | None:
 
 
 def _read_device(value: Json, torch: TorchValues) -> Any:
-    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
-        raise ValueError(f"{str(value)[:40]!r} is not a device")
-    return torch.device(value)
+    return torch.device(read_device(value))
 
 
 def _read_size(value: Json, torch: TorchValues) -> Any:
@@ -226,6 +270,7 @@ def _read_size(value: Json, torch: TorchValues) -> Any:
 
 
 KINDS = {
+    "int": Kind(_write_int, _read_int),
     "float": Kind(_write_float, _read_float),
     "complex": Kind(_write_complex, _read_complex),
     "bytes": Kind(_write_bytes, _read_bytes),
@@ -235,7 +280,7 @@ KINDS = {
     "numpy": Kind(_write_scalar, _read_scalar),
     "path": Kind(_write_path, _read_path),
     "torch.dtype": Kind(_write_dtype, _read_dtype),
-    "torch.device": Kind(_write_device, _read_device),
+    "torch.device": Kind(write_device, _read_device),
     "torch.Size": Kind(list, _read_size),
 }
 """The kinds of plain values by tag."""
