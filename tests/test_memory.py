@@ -195,6 +195,35 @@ def test_a_cleared_pool_retains_nothing_and_what_is_in_use_stays_valid():
     assert pool.free_bytes == 1000
 
 
+def test_a_pool_that_is_cleared_while_it_is_warming_retains_nothing():
+    is_allocating = threading.Event()
+    proceed = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def allocate(nbytes: int) -> np.ndarray:
+        threads.append(threading.current_thread())
+        is_allocating.set()
+        assert proceed.wait(60)
+        return np.empty(nbytes, np.uint8)
+
+    pool = Pool(allocate=allocate)
+    pool.warm(1000, 3)
+    assert is_allocating.wait(60)
+    pool.clear()
+    proceed.set()
+    threads[0].join()
+    assert len(threads) == 1
+    assert pool.free_bytes == 0
+
+
+def test_an_array_that_is_released_after_the_pool_was_cleared_is_freed():
+    pool = Pool()
+    array = pool.take(1000)
+    pool.clear()
+    pool.release(array)
+    assert pool.free_bytes == 0
+
+
 def test_arrays_outlive_their_pool():
     pool = Pool()
     array = pool.take(1000)

@@ -263,9 +263,13 @@ class Pool:
         lease.release = finalizer
         return np.asarray(lease)
 
-    def _retain(self, memory: Bytes) -> None:
-        """Add free memory, and drop the smallest buffers beyond the limit."""
-        self._free[next(self._numbers)] = _Buffer(memory, self._num_taken)
+    def _retain(self, memory: Bytes, generation: int) -> None:
+        """Add free memory, unless the pool was cleared since that generation; drop the smallest beyond the limit."""
+        number = next(self._numbers)
+        self._free[number] = _Buffer(memory, self._num_taken)
+        # Look only after adding it: `clear` on another thread may have missed it.
+        if generation != self._generation:
+            self._free.pop(number, None)
         while len(self._free) > self._max_free:
             sizes = {number: buffer.memory.nbytes for number, buffer in list(self._free.items())}
             self._free.pop(min(sizes, key=sizes.__getitem__), None)
@@ -304,6 +308,7 @@ class Pool:
 
     def _fill(self, pending: deque[int]) -> None:
         """Allocate and touch the pending buffers, one after another; runs on the warming thread."""
+        generation = self._generation
         while pending:
             try:
                 memory = self._allocate(pending[0])
@@ -318,7 +323,7 @@ class Pool:
             if pending is not self._pending:
                 return
             # Retain it before it stops being pending: a waiting `take` must see one or the other.
-            self._retain(memory)
+            self._retain(memory, generation)
             pending.popleft()
             self._finished.put(None)
 
@@ -330,5 +335,5 @@ def _make_pool(max_free: int, slack: float, allocate: Callable[[int], Bytes]) ->
 def _give_back(pool_reference: weakref.ref[Pool], generation: int, memory: Bytes) -> None:
     """Return memory to its pool, unless the pool is gone or was cleared in the meantime."""
     pool = pool_reference()
-    if pool is not None and pool._generation == generation:
-        pool._retain(memory)
+    if pool is not None:
+        pool._retain(memory, generation)

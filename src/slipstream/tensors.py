@@ -9,24 +9,33 @@ as they were.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.errors import FormatVersionError, UnsupportedStateError
+from slipstream.errors import FormatVersionError
 from slipstream.schema.dtypes import DTYPES, DType
 from slipstream.schema.structure import contiguous_strides
 from slipstream.schema.values import TorchValues
-from slipstream.store.index import MAX_AXES
+from slipstream.spans import Span, find_groups, gather, span_of
 from slipstream.text import install_hint
 
+_HOST = torch.device("cpu")
 _ALIGNMENT = 64
 # Large copies are cut into pieces, between which other threads can run.
 _PIECE_BYTES = 4 << 20
+# Smaller pieces are copied without releasing the GIL. Another thread could take it in between, and this one would wait
+# 5 ms to get it back, for each of thousands of small tensors.
+_MIN_RELEASE_BYTES = 64 << 10
+
+# Like `ctypes.memmove`, but keeps the GIL.
+_copy_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 
 # The dtypes that this version of torch has. Never `getattr` with a name from a file: it can import modules.
 _TORCH_DTYPES: dict[str, torch.dtype] = {}
@@ -78,20 +87,42 @@ class _RealValues(TorchValues):
     def size(self, sizes: list[int]) -> torch.Size:
         return torch.Size(sizes)
 
-    def tensordict(self, members: dict[str, Any], batch_size: list[int]) -> Any:
+    def tensordict(
+        self, members: dict[str, Any], batch_size: list[int], names: list[str | None] | None, device: str | None
+    ) -> Any:
         make = import_tensordict().TensorDict
+        target = None
+        # A file is read on the CPU, wherever the TensorDict was. If its members are elsewhere, they were moved.
+        if device is not None:
+            target = torch.device("cpu")
+            for member in members.values():
+                target = getattr(member, "device", None) or target
+        # A TensorDict and those inside it take over each other's names. So they are set at last, from the outside in.
+        nested = list(self._take_names(members, ()))
         try:
-            return make(members, batch_size=batch_size)
+            tensordict = make(members, batch_size=batch_size, device=target)
+            tensordict.names = names
+            for path, nested_names in nested:
+                tensordict.get(path).names = nested_names
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"its members do not make a TensorDict of {batch_size} ({error})") from error
+        return tensordict
+
+    def _take_names(self, members: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str | None]]]:
+        """Remove the names of TensorDicts among some members, and yield them with their paths, from the outside in."""
+        kind = import_tensordict().TensorDict
+        for key, member in members.items():
+            if type(member) is kind:
+                yield (*path, key), list(member.names)
+                yield from self._take_names(member, (*path, key))
+                member.names = None
 
 
 TORCH = _RealValues()
 """Makes `slipstream.schema.unflatten` build real values of torch."""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """How a tensor sees a region: which, from which byte on, and its dtype, shape and strides (in elements)."""
 
     region: int
@@ -101,31 +132,26 @@ class View:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """A piece of memory that tensors cover.
 
     Attributes:
-        holder: What keeps the memory alive: a tensor whose storage it is part of, or a buffer on the host.
+        holder: What keeps the memory alive: the storage that it is part of, or a buffer on the host.
         start: Where it begins, in bytes from the start of the storage or buffer.
         nbytes: Its size.
         dtype: The dtype of its content, or uint8 if views of several dtypes share it.
-        shape: The shape to store it in: that of its first tensor if that covers it in order, else flat.
-        num_views: How many tensors see it.
     """
 
-    holder: torch.Tensor | NDArray[np.uint8]
+    holder: torch.UntypedStorage | NDArray[np.uint8]
     start: int
     nbytes: int
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    num_views: int
 
     def memory(self) -> torch.Tensor:
         """Return its bytes as a flat tensor on their device. Part of a buffer gets a separate storage."""
-        if isinstance(self.holder, torch.Tensor):
+        if isinstance(self.holder, torch.UntypedStorage):
             memory = torch.empty(0, dtype=torch.uint8, device=self.holder.device)
-            return memory.set_(self.holder.untyped_storage(), self.start, (self.nbytes,), (1,))
+            return memory.set_(self.holder, self.start, (self.nbytes,), (1,))
         # Torch makes no tensor from a buffer of no bytes.
         if not self.nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -133,13 +159,9 @@ class Region:
 
     def content(self) -> NDArray[np.uint8]:
         """Return its bytes as an array. They must be on the host."""
-        if isinstance(self.holder, torch.Tensor):
+        if isinstance(self.holder, torch.UntypedStorage):
             return self.memory().numpy()
         return self.holder[self.start : self.start + self.nbytes]
-
-    def array(self) -> NDArray[Any]:
-        """Return it as the NumPy array that carries its dtype. It must be on the host."""
-        return self.content().view(dtype_info(self.dtype).carrier).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -156,31 +178,52 @@ class Regions:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Regions:
-        """Find the memory that tensors cover; takes time linear in their number, but for a sort.
+        """Find the memory that tensors cover; takes about 3 us per tensor.
 
-        Copies nothing but tensors with holes that are alone in their memory: these are gathered, so that a small view
-        of a large storage stays small. Lazy conjugation and negation are resolved, which copies as well.
+        Copies nothing but tensors with holes that share no element with others: these are gathered, so that a small
+        view of a large storage stays small. Lazy conjugation and negation are resolved, which copies as well. The
+        regions keep the memory that the tensors have now, even if a tensor is given other memory later
+        (``x.data = y``).
 
         Args:
             tensors: Strided tensors on one device.
+
+        Raises:
+            UnsupportedStateError: If the storage of a tensor was resized to less than the tensor needs.
         """
-        resolved = list(map(resolve, tensors))
+        resolved: list[torch.Tensor] = []
+        spans: list[Span] = []
+        for position, tensor in enumerate(tensors):
+            # Not `resolve` for all: detaching takes as long as everything else here.
+            if tensor.is_neg() or tensor.is_conj():
+                tensor = resolve(tensor)  # noqa: PLW2901 - the tensor that is stored
+            resolved.append(tensor)
+            if tensor.numel():
+                spans.append(span_of(tensor, position))
         pieces: list[Region] = []
-        region_of_tensor = [-1] * len(tensors)
-        for group in _overlapping(resolved):
-            # A tensor alone in its memory may have holes: they are not worth storing.
-            if len(group) == 1:
-                resolved[group[0]] = _gather(resolved[group[0]])
-            for position in group:
+        region_of_tensor = [-1] * len(resolved)
+        offsets = [0] * len(resolved)
+        for group in find_groups(spans, resolved):
+            address, start, position, stop, is_dense = group[0]
+            if len(group) > 1:
+                piece = _cover(group, resolved)
+                for _, member_start, member, _, _ in group:
+                    offsets[member] = member_start - address - piece.start
+                    region_of_tensor[member] = len(pieces)
+            else:
+                tensor = resolved[position]
+                # A tensor alone in its memory may have holes: they are not worth storing.
+                if not is_dense and stop - start > tensor.nbytes:
+                    tensor = gather(tensor)
+                    resolved[position] = tensor
+                    address, start, _, stop, _ = span_of(tensor, position)
+                piece = Region(tensor.untyped_storage(), start - address, stop - start, tensor.dtype)
                 region_of_tensor[position] = len(pieces)
-            pieces.append(_cover([resolved[position] for position in group]))
+            pieces.append(piece)
         views = []
-        for tensor, region in zip(resolved, region_of_tensor, strict=True):
-            offset = 0
-            # In most regions there is one tensor, which begins where the region begins.
-            if region >= 0 and pieces[region].num_views > 1:
-                offset = tensor.data_ptr() - tensor.untyped_storage().data_ptr() - pieces[region].start
-            views.append(View(region, offset, tensor.dtype, tuple(tensor.shape), tensor.stride()))
+        for position, tensor in enumerate(resolved):
+            region = region_of_tensor[position]
+            views.append(View(region, offsets[position], tensor.dtype, tensor.shape, tensor.stride()))
         return cls(pieces, views)
 
     @classmethod
@@ -212,27 +255,32 @@ class Regions:
         """How large a buffer `copy_into` needs: every piece begins at a multiple of 64 bytes."""
         return sum(_aligned(piece.nbytes) for piece in self.pieces)
 
-    def copy_into(self, buffer: NDArray[np.uint8], stream: Any = None) -> Regions:
+    def copy_into(
+        self, buffer: NDArray[np.uint8], stream: Any = None, on_copied: Callable[[int], object] | None = None
+    ) -> Regions:
         """Copy the memory into a buffer on the host, and return regions that refer to the copy.
 
-        Copies on the calling thread alone, and releases the GIL while it copies.
+        Copies on the calling thread alone, and releases the GIL while it copies large pieces.
 
         Args:
             buffer: At least `buffer_bytes` bytes.
             stream: A CUDA stream to copy on, asynchronously; the buffer should be pinned. None blocks.
+            on_copied: Called with the number of each piece as soon as it is copied, or queued on the stream.
         """
         copies = []
         start = 0
         address = buffer.ctypes.data
-        for piece in self.pieces:
-            copy = Region(buffer, start, piece.nbytes, piece.dtype, piece.shape, piece.num_views)
-            if isinstance(piece.holder, torch.Tensor) and piece.holder.is_cpu:
-                source = piece.holder.untyped_storage().data_ptr() + piece.start
-                _copy_on_host(address + start, source, piece.nbytes)
+        for number, piece in enumerate(self.pieces):
+            holder, piece_start, nbytes, dtype = piece
+            copy = Region(buffer, start, nbytes, dtype)
+            if isinstance(holder, torch.UntypedStorage) and holder.device == _HOST:
+                _copy_on_host(address + start, holder.data_ptr() + piece_start, nbytes)
             else:
                 _copy_from_device(copy.memory(), piece.memory(), stream)
+            if on_copied is not None:
+                on_copied(number)
             copies.append(copy)
-            start += _aligned(piece.nbytes)
+            start += _aligned(nbytes)
         return Regions(copies, self.views)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -247,20 +295,18 @@ class Regions:
             found.append(_see(memory, view))
         return found
 
-    def scalar(self, position: int) -> torch.Tensor:
-        """Return one tensor, such as a step counter, without building the others. It must have elements."""
-        view = self.views[position]
-        return _see(self.pieces[view.region].memory(), view)
-
 
 def region_of(array: NDArray[Any]) -> Region:
     """Return the memory of a contiguous array as a region, which keeps it alive."""
-    return Region(array.reshape(-1).view(np.uint8), 0, array.nbytes, torch.uint8, (array.nbytes,), num_views=1)
+    return Region(array.reshape(-1).view(np.uint8), 0, array.nbytes, torch.uint8)
 
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:
-    """Copy bytes between addresses on this thread alone, without the GIL; torch would use several threads."""
-    ctypes.memmove(target, source, nbytes)
+    """Copy bytes between addresses on this thread alone, large pieces without the GIL; torch would use more threads."""
+    if nbytes < _MIN_RELEASE_BYTES:
+        _copy_small(target, source, nbytes)
+    else:
+        ctypes.memmove(target, source, nbytes)
 
 
 def tensor_of(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -295,76 +341,22 @@ def resolve(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Group the tensors that overlap in memory, by position; tensors without elements are in no group."""
-    spans = []
-    for position, tensor in enumerate(tensors):
-        if tensor.numel():
-            storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-            start = tensor.data_ptr()
-            stop = start + _extent(tensor)
-            # Sharded training frees the memory of weights that way. Reading on would read foreign memory.
-            if stop > address + storage.nbytes():
-                raise UnsupportedStateError(
-                    f"a {tensor.dtype} tensor of shape {list(tensor.shape)} needs {stop - start} bytes, but its "
-                    f"storage was resized to {storage.nbytes()}; gather the state before saving it"
-                )
-            spans.append((address, start, position, stop))
-    # In the order of addresses, a tensor overlaps with the last group so far, or begins a new one.
-    spans.sort()
-    groups: list[list[int]] = []
-    group_address = 0
-    group_stop = 0
-    for address, start, position, stop in spans:
-        if address == group_address and start < group_stop:
-            groups[-1].append(position)
-            group_stop = max(group_stop, stop)
-        else:
-            groups.append([position])
-            group_address = address
-            group_stop = stop
-    return groups
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first to the last element of a tensor that is not empty, inclusive."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
-
-
-def _gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without holes. One that repeats its elements stays as it is: it is smaller that way."""
-    if _extent(tensor) <= tensor.nbytes:
-        return tensor
-    if tensor.itemsize == 1:
-        # Torch cannot copy integers of fewer than eight bits, but it can copy the bytes that hold them.
-        return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
-    return tensor.contiguous()
-
-
-def _cover(tensors: Sequence[torch.Tensor]) -> Region:
-    """Return the region that overlapping tensors cover; they are in the order of their addresses."""
-    first = tensors[0]
-    address = first.untyped_storage().data_ptr()
-    start = first.data_ptr() - address
+def _cover(group: Sequence[Span], tensors: Sequence[torch.Tensor]) -> Region:
+    """Return the region that several overlapping tensors cover."""
+    address, first_start, position, _, _ = group[0]
+    first = tensors[position]
+    start = first_start - address
     stop = start
-    is_mixed = False
-    for tensor in tensors:
-        stop = max(stop, tensor.data_ptr() - address + _extent(tensor))
-        is_mixed |= tensor.dtype != first.dtype
     dtype = first.dtype
+    is_mixed = False
+    for _, _, member, member_stop, _ in group:
+        stop = max(stop, member_stop - address)
+        is_mixed |= tensors[member].dtype != dtype
     if is_mixed:
         # Offsets are counted in elements of each view's dtype: 16 is a multiple of all element sizes.
         start -= start % 16
         dtype = torch.uint8
-    shape: tuple[int, ...] = ((stop - start) // dtype.itemsize,)
-    # Containers allow no more than `MAX_AXES`: arrays of more axes are stored flat.
-    if dtype == first.dtype and first.is_contiguous() and first.nbytes == stop - start and first.ndim <= MAX_AXES:
-        shape = tuple(first.shape)
-    return Region(first, start, stop - start, dtype, shape, len(tensors))
+    return Region(first.untyped_storage(), start, stop - start, dtype)
 
 
 def _see(memory: torch.Tensor, view: View) -> torch.Tensor:
@@ -379,8 +371,11 @@ def _aligned(nbytes: int) -> int:
 
 
 def _copy_on_host(target: int, source: int, nbytes: int) -> None:
-    for start in range(0, nbytes, _PIECE_BYTES):
-        copy_memory(target + start, source + start, min(_PIECE_BYTES, nbytes - start))
+    if nbytes <= _PIECE_BYTES:
+        copy_memory(target, source, nbytes)
+        return
+    for offset in range(0, nbytes, _PIECE_BYTES):
+        copy_memory(target + offset, source + offset, min(_PIECE_BYTES, nbytes - offset))
 
 
 def _copy_from_device(target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
