@@ -1,204 +1,299 @@
-"""Portable checkpoints: what ``torch.save`` writes, plain (``.pt``) or inside standard LZ4 frames (``.pt.lz4``).
+"""Portable checkpoints: what ``torch.save`` writes, plain (``.pt``) or as standard LZ4 frames (``.pt.lz4``).
 
-Both are read without Slipstream: by ``torch.load``, after ``lz4 -d`` if need be.
+Both can be read without Slipstream: by ``torch.load``, after ``lz4 -d`` if necessary. Reading here does not use
+``torch.load`` unless the caller trusts the file: see `slipstream.checkpoint.unpickle`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
+import logging
 import os
-import pickle
-import struct
-import zipfile
-import zlib
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-import lz4.frame
-import numpy as np
 import torch
 
-from slipstream.codecs.bytes import (
-    FRAME_BYTES,
-    compress_frames,
-    content_bytes,
-    content_limit,
-    decompress_frames,
-    find_frames,
-    ratio_padding,
+from slipstream.checkpoint.archive import ZIP_MAGIC
+from slipstream.checkpoint.formats import Written
+from slipstream.checkpoint.lz4_file import LZ4_MAGIC, FrameWriter, decompress
+from slipstream.checkpoint.torch_file import (
+    first_line,
+    is_trusted,
+    load_trusted,
+    load_untrusted,
+    require_device,
+    save_torch,
 )
-from slipstream.errors import CodecError, CorruptFileError, WriteError
-from slipstream.memory import machine_bytes
+from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError, naming
+from slipstream.schema.nodes import MAX_DEPTH, Key, name_of
+from slipstream.store.header import MAGIC
 from slipstream.store.local import atomic_write, open_regular
+from slipstream.tensors import TORCH
+from slipstream.threads import background_threads
 
-_SAMPLE_BYTES = 64 << 10
-_WORTHWHILE = 0.98
+if TYPE_CHECKING:
+    from slipstream.checkpoint.snapshot import Snapshot
+    from slipstream.schema.flatten import Tree
 
+logger = logging.getLogger(__name__)
 
-# What pickled NumPy arrays and scalars, such as random states, are made with: it builds arrays and runs nothing.
-_HARMLESS = [
-    np.ndarray,
-    np.dtype,
-    np.array(0).__reduce__()[0],
-    np.float64(0).__reduce__()[0],
-    *(
-        getattr(np.dtypes, name)
-        for name in np.dtypes.__all__
-        if name not in ("ObjectDType", "StringDType", "VoidDType")
-    ),
-]
+PACKED_SUFFIX = ".lz4"
+MAX_TENSORS = 1 << 18
+"""How many tensors and arrays a portable checkpoint may have, so that the default load can read it."""
+
+# Besides the state, the stack of the thread that saves has frames of the caller, of the worker and of torch.
+_SPARE_DEPTH = 100
 
 
-class _FrameWriter(io.RawIOBase):
-    """A file that packs what is written to it into LZ4 frames; counts the bytes that came in."""
+@dataclass(frozen=True)
+class PortableFormat:
+    """Writes what ``torch.load`` reads. A `slipstream.checkpoint.formats.CheckpointFormat`.
 
-    def __init__(self, file: BinaryIO, level: int, threads: int | None) -> None:
-        self._file = file
-        self._level = level
-        self._threads = threads
-        self._pending = bytearray()
-        self._packed_bytes = 0
-        self.raw_bytes = 0
+    Args:
+        compress: Whether to put it into LZ4 frames; ``.lz4`` is then added to the name of the file.
+        level: LZ4 level, 0 to 12.
+        weights_only: Whether to accept only what `slipstream.load_checkpoint` reads by default, without running code
+            from the file. If False, anything that can be pickled is accepted.
+    """
 
-    def writable(self) -> bool:
+    compress: bool
+    level: int
+    weights_only: bool = True
+
+    @property
+    def opaque(self) -> bool:
+        """True: objects are accepted if they can be loaded again."""
         return True
 
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.raw_bytes += len(view)
-        self._pending += view
-        if len(self._pending) >= 4 * FRAME_BYTES:
-            self._pack(len(self._pending) // FRAME_BYTES * FRAME_BYTES)
-        return len(view)
+    def check(self, tree: Tree) -> None:
+        """Raise `UnsupportedStateError` if the state could not be loaded again; name the key and the workaround.
 
-    def finish(self) -> None:
-        """Pack what is left."""
-        self._pack(len(self._pending))
-        for padding in ratio_padding(self.raw_bytes, self._packed_bytes):
-            self._file.write(padding)
+        Plain data and dense tensors are always accepted and cost nothing. Other objects are saved to memory and loaded
+        again by the code that `load_checkpoint` runs. Without `weights_only` nothing is checked here: a snapshot
+        pickles all objects anyway, and raises if that is impossible.
+        """
+        _check_tensors(tree)
+        if not self.weights_only:
+            return
+        if len(tree.leaves) > MAX_TENSORS:
+            raise UnsupportedStateError(
+                f"the state has {len(tree.leaves):,} tensors, a .pt file takes at most {MAX_TENSORS:,}; stack small "
+                'tensors, or save with format="native"'
+            )
+        # Copying these would take as much time and memory as saving them, and they are known to load.
+        objects = [value for value in tree.objects if not _is_known_tensor(value)]
+        # One attempt for all, because most are accepted. Only a failure needs to find out which one is to blame.
+        if not objects or not _find_problem(objects):
+            return
+        for value in objects:
+            problem = _find_problem([value])
+            if problem:
+                raise UnsupportedStateError(
+                    f"{_name_in(tree, value)} is a {_name_of_type(value)}, {problem}; store plain data, or save with "
+                    'format="native" if it is plain data, or pass weights_only=False to save_async and load_checkpoint'
+                )
+        raise UnsupportedStateError(f"the state has objects, {_find_problem(objects)}; store fewer of them")
 
-    def _pack(self, count: int) -> None:
-        block = bytes(self._pending[:count])
-        del self._pending[:count]
-        for frame in compress_frames(block, self._useful_level(block), self._threads):
-            self._file.write(frame)
-            self._packed_bytes += len(frame)
+    def write(self, path: Path, snapshot: Snapshot, metadata: Any) -> Written:
+        """Write a snapshot, durably and atomically, and delete the file with the other suffix that it replaces.
 
-    def _useful_level(self, block: bytes) -> int:
-        """Return the level asked for, or 0 where the slow search would find nothing: it cannot shrink floats."""
-        sample = block[len(block) // 2 :][:_SAMPLE_BYTES]
-        packed = lz4.frame.compress(sample, compression_level=self._level)
-        return self._level if len(packed) < _WORTHWHILE * len(sample) else 0
+        Blocks until the file is durable. Only then the old file is deleted; after a crash in between,
+        `slipstream.load_checkpoint` reads the newer of the two.
+        """
+        state = snapshot.state()
+        written = write_portable(path, state, compress=self.compress, level=self.level, threads=background_threads())
+        _delete_twin(path, written.path)
+        return written
 
 
 def write_portable(
     path: str | os.PathLike[str], state: Any, *, compress: bool, level: int = 9, threads: int | None = None
-) -> tuple[Path, int, int]:
+) -> Written:
     """Write a state with ``torch.save``, durably and atomically; blocks until it is done.
 
     Args:
-        path: The file; ``.lz4`` is added if `compress`.
+        path: The file; ``.lz4`` is added if `compress`, unless the name already ends with it.
         state: Anything that can be pickled.
         compress: Whether to put it into LZ4 frames.
         level: LZ4 level, 0 to 12; blocks that do not shrink are stored whatever the level.
         threads: How many threads compress; by default one per core.
 
-    Returns:
-        The path written, the bytes that ``torch.save`` produced, and the bytes in the file.
+    Raises:
+        ValueError: If the path has no name.
+        WriteError: If the file cannot be written.
     """
-    target = Path(f"{os.fspath(path)}.lz4" if compress else path)
+    target = Path(path)
+    if not target.name:
+        raise ValueError(f"path is {os.fspath(path)!r}, expected the name of a file")
+    if compress:
+        target = packed_path(target)
     with atomic_write(target) as file:
         if compress:
-            writer = _FrameWriter(file, level, threads)
-            _torch_save(state, cast("BinaryIO", writer))
+            writer = FrameWriter(file, level, threads)
+            save_torch(state, cast("BinaryIO", writer))
             writer.finish()
-            raw = writer.raw_bytes
+            raw_bytes = writer.raw_bytes
         else:
-            _torch_save(state, file)
-            raw = file.tell()
-    return target, raw, target.stat().st_size
+            save_torch(state, file)
+            raw_bytes = file.tell()
+        _make_newest(target, file)
+    return Written(target, raw_bytes, target.stat().st_size)
 
 
-def _torch_save(state: Any, file: BinaryIO) -> None:
-    """Save with torch, and raise why a write failed: torch hides it behind another error on the way out."""
-    try:
-        torch.save(state, file)
-    except RuntimeError as error:
-        reason: BaseException | None = error
-        while reason is not None and not isinstance(reason, WriteError):
-            reason = reason.__context__
-        if reason is None:
-            raise
-        raise reason from None
+def packed_path(path: Path) -> Path:
+    """Return the name of the compressed file for a path: with ``.lz4``, once."""
+    if path.name.endswith(PACKED_SUFFIX):
+        return path
+    return path.with_name(path.name + PACKED_SUFFIX)
 
 
-def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bool) -> Any:
-    """Read what ``torch.save`` wrote; checks every byte of tensors against its checksum first.
+def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bool | None) -> Any:
+    """Read what ``torch.save`` wrote; compares every byte of tensors with its checksum.
+
+    Takes the memory of the tensors, and for a compressed file that of its content besides. What a small file may expand
+    to is bounded by `content_limit`. The memory of Python objects is bounded by 1.5 GiB and three times the size of the
+    content.
+
+    Args:
+        path: The file.
+        compressed: Whether it consists of LZ4 frames.
+        device: Where tensors go: anything that ``torch.load`` takes as ``map_location``.
+        weights_only: Whether to refuse objects that only running code from the file could load. None is the default of
+            ``torch.load``, which the environment may change.
 
     Raises:
-        CorruptFileError: If the file is damaged, expands beyond `content_limit`, or holds what only running its code
-            could load.
+        CorruptFileError: If the file is damaged or cut off, expands beyond the limit, or is refused.
+        ConfigurationError: If the device is not available.
     """
-    with open_regular(path) as file:
-        content = io.BytesIO(file.read())
-    if compressed:
-        content = _decompress(path, content)
-    _check_zip(path, content)
-    try:
-        with torch.serialization.safe_globals(_HARMLESS):
-            return torch.load(content, map_location=device, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        if weights_only and "weights_only" in str(error).lower().replace("weights only", "weights_only"):
-            raise CorruptFileError(
-                f"{path}: holds objects that only running code from the file could load, which is refused; "
-                "load_checkpoint(..., weights_only=False) allows it if you trust the author of the file"
-            ) from error
-        raise CorruptFileError(f"{path}: is not a checkpoint that torch can load ({_first_line(error)})") from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError, ImportError) as error:
-        raise CorruptFileError(f"{path}: is not a checkpoint that torch can load ({_first_line(error)})") from error
+    if isinstance(device, (str, torch.device)):
+        require_device(device)
+    with naming(path), open_regular(path) as file:
+        content: BinaryIO = file
+        if compressed:
+            content = decompress(file.read())
+        if is_trusted(weights_only):
+            return load_trusted(content, device)
+        return load_untrusted(content, device)
 
 
-def _decompress(path: Path, packed: io.BytesIO) -> io.BytesIO:
-    """Return the content of LZ4 frames. A small file that claims a lot of content is refused before it is allocated."""
-    data = packed.getbuffer()
-    limit = content_limit(len(data))
-    try:
-        # Counting takes no memory, so count everything that could fit: the error can then say how much there is.
-        frames = find_frames(data, max_bytes=machine_bytes())
-        size = content_bytes(frames)
-        if size > limit:
-            raise CorruptFileError(
-                f"{path}: {len(data)} bytes of LZ4 data hold {size} bytes, more than the limit of {limit}; "
-                "if you trust the file, decompress it with `lz4 -d` and load the result"
+def _check_tensors(tree: Tree) -> None:
+    """Raise if ``torch.save`` cannot store the dense tensors: for a dtype, or for the way they share memory."""
+    seen: dict[int, tuple[Key, torch.dtype]] = {}
+    for (key, _), leaf in zip(tree.nodes, tree.leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if not _can_save(leaf.dtype):
+            raise UnsupportedStateError(
+                f"{name_of(key)[:200]} has dtype {leaf.dtype}, which torch.save cannot store; "
+                'store value.view(torch.uint8), or save with format="native"'
             )
-        # Decompress into the memory of the stream itself: joining pieces would take the size twice.
-        content = io.BytesIO(bytes(size))
-        decompress_frames(data, frames, content.getbuffer())
-    except CodecError as error:
-        raise CorruptFileError(f"{path}: {error}") from error
-    return content
+        address = leaf.untyped_storage().data_ptr()
+        other, dtype = seen.setdefault(address, (key, leaf.dtype))
+        # Storages without memory have the address 0.
+        if dtype != leaf.dtype and address:
+            raise UnsupportedStateError(
+                f"{name_of(key)[:200]} and {name_of(other)[:200]} view the same memory as {leaf.dtype} and {dtype}, "
+                'which torch.save cannot store; store one of them, or save with format="native"'
+            )
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]
-
-
-def _check_zip(path: Path, content: io.BytesIO) -> None:
-    """Compare the checksums that torch wrote: torch itself does not look at them."""
-    magic = content.read(2)
-    content.seek(0)
-    if magic != b"PK":
-        return  # the format of torch before 1.6 has none
-    limit = content_limit(content.getbuffer().nbytes)
+@functools.cache
+def _can_save(dtype: torch.dtype) -> bool:
+    """Return whether ``torch.save`` stores tensors of a dtype. It has no storages for integers of a few bits."""
     try:
-        with zipfile.ZipFile(content) as archive:
-            size = sum(member.file_size for member in archive.infolist())
-            # torch.save does not compress, but torch.load would expand an archive that is.
-            damaged = archive.testzip() if size <= limit else None
-    except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, OSError, zlib.error, struct.error) as error:
-        raise CorruptFileError(f"{path}: is damaged or cut off ({_first_line(error)})") from error
-    if size > limit:
-        raise CorruptFileError(f"{path}: its members claim {size} bytes, more than the limit of {limit}")
-    if damaged is not None:
-        raise CorruptFileError(f"{path}: is damaged: {damaged} does not match its checksum")
-    content.seek(0)
+        torch.save(torch.empty(0, dtype=dtype, device="cpu"), io.BytesIO())
+    except (KeyError, RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _find_problem(values: list[Any]) -> str:
+    """Return why some objects cannot be saved and loaded again; empty if they can."""
+    nested: Any = values
+    # The pickler recurses, and in the state the objects are deeper than here.
+    for _ in range(MAX_DEPTH + _SPARE_DEPTH):
+        nested = [nested]
+    file = io.BytesIO()
+    try:
+        torch.save(nested, file)
+    except MemoryError:
+        raise
+    # Pickling runs methods of the objects, which may raise anything.
+    except Exception as error:  # noqa: BLE001 - the caller raises, and says which object it was
+        return f"which cannot be pickled ({first_line(error)})"
+    try:
+        loaded = load_untrusted(file, "cpu")
+    except CorruptFileError as error:
+        return f"which load_checkpoint refuses by default ({error.__cause__ or error})"
+    for _ in range(MAX_DEPTH + _SPARE_DEPTH):
+        (loaded,) = loaded
+    # An object may pickle itself as something else, and `numpy.longlong` comes back as `numpy.int64`.
+    for value, found in zip(values, loaded, strict=True):
+        if type(value) is not type(found):
+            return f"which would be loaded as a {_name_of_type(found)}"
+    return ""
+
+
+def _name_of_type(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _is_known_tensor(value: Any) -> bool:
+    """Return whether a tensor that is not dense memory is of a kind that can be loaded again."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_nested:
+        return False
+    if value.is_quantized:
+        return value.qscheme() in (torch.per_tensor_affine, torch.per_channel_affine)
+    return bool(value.is_meta or value.layout != torch.strided)
+
+
+def _name_in(tree: Tree, value: Any) -> str:
+    """Return the key of an object as text."""
+    # A walk over the values stops where an object is a key.
+    with contextlib.suppress(FormatVersionError):
+        for key, found in tree.values(TORCH):
+            if found is value:
+                return name_of(key, "the state")[:200]
+    return "a key in the state"
+
+
+def _make_newest(target: Path, file: BinaryIO) -> None:
+    """Date a file after the one with the other suffix, so that `load_checkpoint` prefers it even if clocks changed."""
+    with contextlib.suppress(FileNotFoundError):
+        newest = max(time.time_ns(), _twin(target).stat().st_mtime_ns + 1)
+        os.utime(file.fileno(), ns=(newest, newest))
+
+
+def _twin(path: Path) -> Path:
+    """Return the file that `load_checkpoint` takes for the same checkpoint: with ``.lz4``, or without."""
+    if path.name.endswith(PACKED_SUFFIX):
+        return path.with_name(path.name.removesuffix(PACKED_SUFFIX))
+    return packed_path(path)
+
+
+def _delete_twin(path: Path, written: Path) -> None:
+    """Delete an older checkpoint that was saved under the same path with another suffix.
+
+    A path that ends with ``.lz4`` names one file, so nothing else is deleted.
+    """
+    if path.name.endswith(PACKED_SUFFIX):
+        return
+    twin = _twin(written)
+    try:
+        # Another saver may have replaced it in the meantime. Links and files of other kinds are not ours.
+        if twin.is_symlink() or twin.stat().st_mtime_ns >= written.stat().st_mtime_ns:
+            return
+        with open_regular(twin) as file:
+            head = file.read(len(MAGIC))
+        if head.startswith((ZIP_MAGIC, LZ4_MAGIC, MAGIC)):
+            twin.unlink()
+    except FileNotFoundError:
+        return
+    except (OSError, CorruptFileError) as error:
+        # The new file is durable, and it is the one that is loaded.
+        logger.warning("cannot delete %s, which %s replaces: %s", twin, written.name, error)
