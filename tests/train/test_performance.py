@@ -58,7 +58,7 @@ def test_a_timer_that_is_not_running_is_said_not_to_be():
     monitor.end_timer("rollout")
 
 
-def test_reports_are_flat_and_summaries_have_a_line_a_name():
+def test_reports_are_flat_and_summaries_have_a_heading_and_a_line_per_name():
     monitor = PerformanceMonitor()
     for value in (0.001, 0.003):
         monitor.record("rollout", value)
@@ -69,10 +69,14 @@ def test_reports_are_flat_and_summaries_have_a_line_a_name():
         "update_mean": 0.5,
         "update_std": 0.0,
     }
-    first, second = monitor.get_summary().splitlines()
+    heading, first, second = monitor.get_summary().splitlines()
+    assert heading == "=== Performance Summary ==="
     assert first.split() == ["update", "500.000", "±", "0.000", "ms", "[500.000,", "500.000]"]
     assert second.split() == ["rollout", "2.000", "±", "1.000", "ms", "[1.000,", "3.000]"]
-    assert PerformanceMonitor().get_summary() == ""
+
+
+def test_the_summary_of_nothing_is_its_heading():
+    assert PerformanceMonitor().get_summary() == "=== Performance Summary ==="
 
 
 def test_memory_is_bounded_and_totals_are_exact_all_the_same():

@@ -112,10 +112,23 @@ class PerformanceMonitor:
         return found
 
     def get_summary(self, window: int = 100) -> str:
-        """Return one line a name, in milliseconds: mean, ± std, [min, max]; those that took most in all come first."""
+        """Return a heading and one line per name, in milliseconds: mean, ± std, [min, max].
+
+        Names with the largest total come first.
+
+        Args:
+            window: How many of the last values of each name to summarize.
+
+        Example:
+            >>> monitor = PerformanceMonitor()
+            >>> monitor.record("update", 0.5)
+            >>> print(monitor.get_summary())
+            === Performance Summary ===
+            update     500.000 ± 0.000 ms  [500.000, 500.000]
+        """
         stats = sorted(self.get_stats(window).items(), key=lambda item: -item[1]["total"])
         width = max((len(name) for name, _ in stats), default=0)
-        lines = []
+        lines = ["=== Performance Summary ==="]
         for name, s in stats:
             mean, std, low, high = (1e3 * s[key] for key in ("mean", "std", "min", "max"))
             lines.append(f"{name:<{width}}  {mean:10.3f} ± {std:.3f} ms  [{low:.3f}, {high:.3f}]")
