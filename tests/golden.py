@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ def checkpoint(step: int) -> dict[str, Any]:
         weight = (weight - np.float32(size) * first / (np.sqrt(second) + np.float32(1e-8))).astype(np.float32)
     actor = torch.from_numpy(weight)
     frozen = torch.from_numpy(np.random.default_rng(7).normal(size=(64, 32)).astype(np.float32))
+    # Large enough for an entry by itself, and easy to compress.
+    table = torch.arange(70_000, dtype=torch.int64) // 1000
     model = OrderedDict({"actor.weight": actor, "actor.tied": actor, "encoder.weight": frozen})
     model._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     special = torch.tensor([0.0, -0.0, float("nan"), float("-inf"), 5e-324, 1.5], dtype=torch.float64)
@@ -62,6 +65,7 @@ def checkpoint(step: int) -> dict[str, Any]:
             "channels last": torch.arange(2 * 3 * 4 * 5.0).reshape(2, 4, 5, 3).permute(0, 3, 1, 2),
             "empty": torch.zeros(0, 4),
             "scalar": torch.tensor(step),
+            "table": table,
         },
         "dtypes": {
             "bfloat16": torch.arange(-40, 40).to(torch.bfloat16) / 8,
@@ -163,8 +167,8 @@ def evaluation() -> list[ScenarioResult]:
 
 
 def write_checkpoints(folder: Path) -> None:
-    """Write a whole checkpoint and two deltas."""
-    with CheckpointManager(folder, keep_last=None) as manager:
+    """Write two whole checkpoints and a delta, always with the same bytes."""
+    with CheckpointManager(folder, keep_last=None, differential=True) as manager, patch("time.time", lambda: 1.8e9):
         for step in STEPS:
             manager.save(step, checkpoint(step), {"reward": step / 4})
             manager.flush()

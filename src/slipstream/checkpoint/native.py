@@ -1,383 +1,295 @@
-"""The native checkpoint format: a container whose entries are the distinct memory of a state's tensors.
+"""The native checkpoint format: write a state as the distinct memory of its tensors, and build it again.
 
-The value ``state`` is the structure, as `slipstream.schema` writes it. A tensor there names the entry that holds its
-memory and how it sees it; tensors of up to 128 bytes (step counters, scalars) are written into the structure. A *delta*
-holds only what changed since its parent: entries that are equal are not there, others may be stored as a difference.
-See ``docs/formats/checkpoint.md``.
+``docs/formats/checkpoint.md`` describes the bytes. `slipstream.checkpoint.entries` plans which memory goes where,
+`slipstream.checkpoint.layout` is the table of regions, and `slipstream.checkpoint.reader` reads entries.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.checkpoint.chain import KIND, NativeReader, recipe_inputs
-from slipstream.checkpoint.predict import Moments, Recipe, apply, find_moments, prediction, recipes, sample
-from slipstream.codecs import Codec, Difference, Planes, Raw, choose_codec
-from slipstream.errors import naming
-from slipstream.schema.dtypes import DType
+from slipstream.checkpoint.delta import MIN_PACKED_BYTES, EntryContent, Parent, choose_difference
+from slipstream.checkpoint.entries import Flat, PlannedEntry, find_regions, flatten_state, make_table, plan_entries
+from slipstream.checkpoint.formats import Written
+from slipstream.checkpoint.layout import KIND, TABLE, Header, identify
+from slipstream.checkpoint.reader import Bytes, NativeReader
+from slipstream.codecs import Codec, Planes, Raw, choose_codec
+from slipstream.errors import UnsupportedStateError, naming
 from slipstream.schema.flatten import Tree, flatten
-from slipstream.schema.nodes import TAG, Key, name_of
-from slipstream.schema.structure import Leaf, check_fits, contiguous_strides, leaves_of, matching, select
-from slipstream.schema.structure import drop as drop_branches
+from slipstream.schema.nodes import name_of
+from slipstream.schema.structure import Leaf, contiguous_strides, drop_keys, leaves_of, select_keys
 from slipstream.schema.unflatten import unflatten
-from slipstream.store.index import DTYPES as CONTAINER_DTYPES
-from slipstream.store.index import MAX_AXES
-from slipstream.store.reference import Reference
+from slipstream.schema.values import Json
+from slipstream.store.index import dump_json
 from slipstream.store.writer import ContainerWriter, write_container
-from slipstream.tensors import TORCH, Region, Regions, View, dtype_info, region_of, with_flags
+from slipstream.tensors import TORCH, Regions, View, region_of, with_flags
+from slipstream.threads import background_threads
 
-_INLINE_BYTES = 128
-_SMALL_BYTES = 2048  # packing less than this takes longer than it is worth
+if TYPE_CHECKING:
+    from slipstream.checkpoint.snapshot import Snapshot
+
+# Smaller regions share an entry, because packing 256 KiB takes half as long again per byte as packing 1 MiB. If nothing
+# is packed, only the cost of an entry counts. And in a series of deltas, a tensor that does not change should not share
+# an entry with others that do.
+_SMALL_BYTES = 512 << 10
+_SMALL_RAW_BYTES = 64 << 10
+SMALL_DELTA_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class Content:
-    """The memory of a state by entry name: what a child of this checkpoint may refer to."""
-
-    arrays: Mapping[str, NDArray[Any]]
-    moments: Mapping[str, Moments] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Parent:
-    """A checkpoint that another one is stored against.
+class StoredState(Written):
+    """A state that was written in the native format.
 
     Attributes:
-        path: Its file.
-        identity: Its fingerprint, so that another file in its place is noticed.
-        parents: Identities of its parents, nearest first.
-        content: Its memory.
+        header: What the file says about itself.
+        content: Its entries by name, for a delta to refer to.
     """
 
-    path: Path
-    identity: str
-    parents: tuple[str, ...]
-    content: Content
-
-
-@dataclass
-class Written:
-    """The result of writing a state: sizes, and its memory for a child to refer to."""
-
-    raw_bytes: int
-    stored_bytes: int
-    identity: str
-    parents: tuple[str, ...]
-    content: Content
+    header: Header
+    content: Mapping[str, EntryContent]
 
 
 @dataclass(frozen=True)
-class Flat:
-    """A state that is ready to be written.
+class NativeFormat:
+    """Writes snapshots as native checkpoints, each complete in itself.
 
     Attributes:
-        tree: Its structure and its arrays. Tensors may be missing from its leaves.
-        regions: The memory of its tensors, in their order. It must be on the host.
+        compress: Whether to pack the content. Checksums are there in any case.
     """
 
-    tree: Tree
-    regions: Regions
+    compress: bool = True
+    opaque = False
+
+    def check(self, tree: Tree) -> None:
+        """Accept every tree: `flatten` refuses what cannot be stored as data."""
+
+    def write(self, path: Path, snapshot: Snapshot, metadata: Json) -> Written:
+        """Write a snapshot; see `CheckpointFormat`."""
+        return write_native(path, snapshot.flat(), metadata, threads=background_threads(), compress=self.compress)
 
 
-def flatten_state(state: Any, key: Key = ()) -> Flat:
-    """Take a state apart without copying it; tensors on other devices are copied to the host.
+def encode_metadata(metadata: Any) -> Json:
+    """Return metadata as JSON, copied now. Scalars of NumPy and torch become Python numbers.
 
     Raises:
-        UnsupportedStateError: If the state holds anything that cannot be stored as data.
+        UnsupportedStateError: If it contains larger arrays or tensors, or anything that cannot be stored as data.
     """
-    tree = flatten(state, key=key)
-    tensors = [leaf.cpu() for leaf in tree.leaves if isinstance(leaf, torch.Tensor)]
-    return Flat(tree, Regions.of(tensors))
+    tree = flatten(_with_plain_scalars(metadata), key=("metadata",))
+    if tree.leaves:
+        name = name_of(tree.nodes[0][0])
+        raise UnsupportedStateError(
+            f"{name} is a tensor or array, and metadata is for plain values; put it in the state"
+        )
+    return tree.structure
 
 
-@dataclass
-class _Entries:
-    """The entries of a file: the arrays of a state, and the memory of its tensors, each piece once.
-
-    Putting a state in writes into the nodes of its structure where the content of each leaf is.
-    """
-
-    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
-    codecs: dict[str, Codec | None] = field(default_factory=dict)  # None: choose when it is written
-    entry_of: dict[Key, str] = field(default_factory=dict)
-    raw_bytes: int = 0
-
-    def add_arrays(self, tree: Tree) -> None:
-        """Add the NumPy arrays of a state."""
-        for (key, node), leaf in zip(tree.nodes, tree.leaves, strict=True):
-            if node[TAG] != "array":
-                continue
-            self.raw_bytes += leaf.nbytes
-            # Containers hold numbers only, so that short texts and dates are written into the structure too.
-            if leaf.nbytes <= _INLINE_BYTES or leaf.dtype.str not in CONTAINER_DTYPES:
-                node["hex"] = leaf.tobytes().hex()
-                continue
-            codec: Codec | None = None
-            if leaf.nbytes < _SMALL_BYTES:
-                codec = Raw()
-            node["entry"] = self._add(name_of(key), _limit_axes(np.asarray(leaf)), codec)
-
-    def add_tensors(self, tree: Tree, regions: Regions) -> None:
-        """Add the memory of the tensors of a state."""
-        entries: dict[int, str] = {}
-        tensors = [(key, node) for key, node in tree.nodes if node[TAG] == "tensor"]
-        for (key, node), view in zip(tensors, regions.views, strict=True):
-            if view.region < 0:
-                node["hex"] = ""
-            else:
-                self._place(key, node, view.region, regions.pieces[view.region], entries)
-            if view.offset:
-                node["offset"] = view.offset
-            if view.stride != contiguous_strides(view.shape):
-                node["stride"] = list(view.stride)
-
-    def _place(self, key: Key, node: dict[str, Any], number: int, region: Region, entries: dict[int, str]) -> None:
-        """Say in a node where its memory is, and add the memory with the first node that sees it."""
-        if number not in entries:
-            self.raw_bytes += region.nbytes
-            # Step counters and other scalars: an entry in the index would take more than they do.
-            if region.nbytes <= _INLINE_BYTES and region.num_views == 1:
-                node["hex"] = region.content().tobytes().hex()
-                return
-            codec = _codec_for(dtype_info(region.dtype), region.nbytes)
-            entries[number] = self._add(name_of(key), region.array(), codec)
-        node["entry"] = entries[number]
-        self.entry_of[tuple(map(str, key))] = entries[number]
-
-    def _add(self, name: str, array: NDArray[Any], codec: Codec | None) -> str:
-        unique = name
-        number = 2
-        while unique in self.arrays:
-            unique = f"{name}#{number}"
-            number += 1
-        self.arrays[unique] = array
-        self.codecs[unique] = codec
-        return unique
-
-
-def _limit_axes(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array that a container can hold: the structure says which shape it has."""
-    if array.ndim <= MAX_AXES:
-        return array
-    return array.reshape(-1)
-
-
-def _codec_for(dtype: DType, nbytes: int) -> Codec | None:
-    """Return the codec for a region, or None to choose it by a sample."""
-    if nbytes < _SMALL_BYTES:
-        return Raw()
-    if dtype.is_float and dtype.itemsize > 1:
-        return Planes(floating=dtype.is_hidden_float or None)
-    if dtype.is_complex:
-        return Planes()
-    return None
+def _with_plain_scalars(value: Any) -> Any:
+    """Return nested metadata in which everything with a single number is that number."""
+    if isinstance(value, dict):
+        return {key: _with_plain_scalars(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(map(_with_plain_scalars, value))
+    if isinstance(value, (np.number, np.bool_)):
+        return value.item()
+    if isinstance(value, (torch.Tensor, np.ndarray)) and not value.shape:
+        return value.item()
+    return value
 
 
 def write_native(
     path: str | os.PathLike[str],
     state: Any,
-    metadata: Any = None,
+    metadata: Json = None,
     parent: Parent | None = None,
-    threads: int | None = None,
     *,
+    sequence: int | None = None,
+    thinned: Sequence[str] = (),
+    threads: int | None = None,
     compress: bool = True,
-) -> Written:
+    small_bytes: int = _SMALL_BYTES,
+) -> StoredState:
     """Write a state to a file, durably and atomically; blocks until it is done.
 
     Args:
         path: The file to create or replace.
         state: Nested dicts, lists, tuples and TensorDicts of tensors, arrays and plain values; or a `Flat` one.
-        metadata: Anything of plain values that should be readable without the tensors.
+        metadata: What `encode_metadata` returned.
         parent: Store only what changed since this checkpoint.
+        sequence: The number of this save among those of its folder.
+        thinned: What was removed from the state, in words.
         threads: How many threads encode; by default one per core.
-        compress: Whether to pack what is not stored against the parent; checksums are there in any case.
+        compress: Whether to pack what is not stored against the parent.
+        small_bytes: Regions of fewer bytes share an entry. The same for all checkpoints of a series of deltas.
 
     Raises:
-        UnsupportedStateError: If the state holds anything that cannot be stored as data.
+        UnsupportedStateError: If the state contains anything that cannot be stored as data.
         WriteError: If the file cannot be written.
     """
     if not isinstance(state, Flat):
         state = flatten_state(state)
-    described = flatten_state(metadata, ("metadata",))
-    entries = _Entries()
-    # Arrays come first in the file, then the memory of tensors: golden files have this order.
-    entries.add_arrays(state.tree)
-    entries.add_arrays(described.tree)
-    entries.add_tensors(state.tree, state.regions)
-    entries.add_tensors(described.tree, described.regions)
     if not compress:
-        entries.codecs = dict.fromkeys(entries.codecs, Raw())
-    content = Content(entries.arrays, _find_moments(state, entries.entry_of))
-    parents: tuple[str, ...] = ()
+        small_bytes = min(small_bytes, _SMALL_RAW_BYTES)
+    regions = find_regions(state)
+    entries = plan_entries(regions, small_bytes, compress=compress)
+    table = make_table(entries)
+    texts = {"state": dump_json(state.tree.structure), "metadata": dump_json(metadata)}
+    rows = table.to_array()
+    header = Header(
+        identity=identify(rows, "\n".join(texts.values()).encode()),
+        entries=tuple(entry.name for entry in entries),
+        sequence=sequence,
+        thinned=tuple(thinned),
+    )
+    content = {entry.name: EntryContent(entry.array, entry.digests) for entry in entries}
     with write_container(path, kind=KIND, threads=threads) as writer:
-        if parent:
-            same, predicted = _add_changes(writer, content, entries.codecs, parent.content)
+        header = _add_entries(writer, entries, header, parent)
+        writer.add(TABLE, rows, Raw())
+        writer.set(KIND, header.to_json())
+        for name, text in texts.items():
+            writer.set_encoded(name, text)
+    raw_bytes = sum(region.content.nbytes for region in regions)
+    return StoredState(Path(path), raw_bytes, writer.file_bytes, header, content)
+
+
+def _add_entries(
+    writer: ContainerWriter, entries: Sequence[PlannedEntry], header: Header, parent: Parent | None
+) -> Header:
+    """Write the entries, those that a parent has by reference or as a difference. Returns the complete header."""
+    same = []
+    num_differences = 0
+    for entry in entries:
+        before = None
+        if parent is not None:
+            before = parent.find(entry.name, entry.array)
+        if before is not None and before.digests == entry.digests:
+            same.append(entry.name)
+            continue
+        codec = entry.codec or choose_codec(entry.array)
+        difference = None
+        if before is not None:
+            difference = choose_difference(entry.array, before.array, codec)
+        if before is None or difference is None:
+            writer.add(entry.name, entry.array, codec)
         else:
-            for name, array in content.arrays.items():
-                writer.add(name, array, entries.codecs[name])
-        writer.set("state", state.tree.structure)
-        writer.set("metadata", described.tree.structure)
-        if parent:
-            parents = (parent.identity, *parent.parents)
-            relative = os.path.relpath(parent.path, Path(path).parent)
-            writer.set(
-                "parent",
-                {
-                    "file": relative,
-                    "identity": parent.identity,
-                    "depth": len(parents),
-                    "same": same,
-                    "predicted": {name: recipe.to_json() for name, recipe in predicted.items()},
-                },
-            )
-    return Written(entries.raw_bytes, writer.file_bytes, writer.identity, parents, content)
+            num_differences += 1
+            writer.add(entry.name, entry.array, difference, before.array)
+    # What has nothing in common with its parent is complete without it.
+    if parent is None or not (same or num_differences):
+        return header
+    return Header(header.identity, header.entries, frozenset(same), parent.ancestors, header.sequence, header.thinned)
 
 
-def _find_moments(state: Flat, entry_of: Mapping[Key, str]) -> dict[str, Moments]:
-    """Find the moments of Adam in a state, if it has any."""
-    if not any(key[-1] == "exp_avg" for key in entry_of if key):
-        return {}
-    # Of the tensors, only the step counters are looked at.
-    tensors = iter(range(len(state.regions.views)))
-    leaves: list[Any] = []
-    for _, node in state.tree.nodes:
-        leaves.append(None)
-        if node[TAG] == "tensor":
-            position = next(tensors)
-            if not node["shape"]:
-                leaves[-1] = state.regions.scalar(position)
-    return find_moments(unflatten(state.tree.structure, leaves), entry_of)
+def rewrite_whole(path: str | os.PathLike[str], threads: int | None = None, *, compress: bool = True) -> int:
+    """Replace a delta by a whole checkpoint with the same content and identity; returns the size of the file.
+
+    Deltas that are stored against it stay valid. Only one entry at a time is in memory.
+
+    Raises:
+        CorruptFileError: If the file or a parent is damaged or missing. The file is unchanged then.
+        WriteError: If the file cannot be written.
+    """
+    with NativeReader(path) as file, write_container(path, kind=KIND, threads=threads) as writer:
+        old = file.header
+        for name in old.entries:
+            array = file.read_entry(name, threads)
+            codec: Codec | None = Raw()
+            if compress and array.nbytes >= MIN_PACKED_BYTES:
+                codec = _whole_codec(file.entry(name).codec, array)
+            writer.add(name, array, codec)
+        writer.add(TABLE, file.table.to_array(), Raw())
+        header = Header(old.identity, old.entries, sequence=old.sequence, thinned=old.thinned)
+        writer.set(KIND, header.to_json())
+        for name in ("state", "metadata"):
+            writer.set_encoded(name, dump_json(file.container.values.get(name)))
+    return writer.file_bytes
 
 
-def _add_changes(
-    writer: ContainerWriter, content: Content, codecs: Mapping[str, Codec | None], old: Content
-) -> tuple[list[str], dict[str, Recipe]]:
-    """Add what differs from the parent; returns what is the same, and what was stored against a prediction."""
-    same: list[str] = []
-    predicted: dict[str, Recipe] = {}
-    moments = {key: one for key, one in content.moments.items() if content.arrays[one.first].nbytes >= _SMALL_BYTES}
-    candidates = recipes(content.arrays, moments, old.arrays, old.moments)
-    for name, array in content.arrays.items():
-        before = old.arrays.get(name)
-        if before is None or (before.dtype, before.shape) != (array.dtype, array.shape):
-            writer.add(name, array, codecs[name])
-        elif _equal(array, before):
-            same.append(name)
-        elif array.nbytes < _SMALL_BYTES:
-            writer.add(name, array, codecs[name])
-        else:
-            plain = codecs[name] or choose_codec(array)
-            codec, recipe = _best(name, content, old, plain, candidates.get(name, []))
-            reference: Reference | None = before if codec.needs_reference else None
-            if recipe is not None:
-                predicted[name] = recipe
-                reference = prediction(recipe, recipe_inputs(recipe, old.arrays, content.arrays))
-            writer.add(name, array, codec, reference)
-    return same, predicted
-
-
-def _best(
-    name: str, content: Content, old: Content, plain: Codec, candidates: list[Recipe]
-) -> tuple[Codec, Recipe | None]:
-    """Choose on a sample: the codec for the array as it is, its difference to the parent, or to a prediction."""
-    array = content.arrays[name]
-    part = sample(array)
-    codec = Difference(floating=plain.floating if isinstance(plain, Planes) else None)
-    options: list[tuple[int, Codec, Recipe | None]] = [
-        (len(plain.encode(part)), plain, None),
-        (len(codec.against(sample(old.arrays[name])).encode(part)), codec, None),
-    ]
-    for recipe in candidates:
-        arrays = recipe_inputs(recipe, old.arrays, content.arrays)
-        if all((item.dtype, item.shape) == (np.dtype(np.float32), array.shape) for item in arrays):
-            guess = apply(recipe, [sample(item) for item in arrays])
-            options.append((len(codec.against(guess).encode(part)), codec, recipe))
-    _, chosen, recipe_or_none = min(options, key=lambda option: option[0])
-    return chosen, recipe_or_none
-
-
-def _equal(first: NDArray[Any], second: NDArray[Any]) -> bool:
-    return bool(np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8)))
+def _whole_codec(codec: Codec, array: NDArray[Any]) -> Codec | None:
+    """Return the codec that stores an entry whole, or None to choose it by a sample."""
+    if not codec.needs_reference:
+        return codec
+    # Differences remember whether integers are floats that NumPy lacks.
+    floating = getattr(codec, "floating", None)
+    if floating or array.dtype.kind in "fc":
+        return Planes(floating=floating)
+    return None
 
 
 class NativeFile(NativeReader):
-    """Reads a native checkpoint; a delta opens its parents as it needs them.
+    """Reads a native checkpoint, and builds its state with real tensors.
 
     Args:
         path: The file.
 
     Raises:
-        CorruptFileError: If it is not a sound native checkpoint.
+        CorruptFileError: If it is not an intact native checkpoint.
     """
 
     @property
     def metadata(self) -> Any:
         """What was saved as metadata."""
         with naming(self.container.path):
-            return self._decode(self.container.values.get("metadata"))
+            return unflatten(self.container.values.get("metadata"), [], torch=TORCH)
 
-    def load(self, keys: Collection[str] | None = None, drop: Collection[str] = ()) -> Any:
-        """Read the state, or a part of it; only the tensors in that part are read.
+    def load(self, keys: str | Collection[Any] | None = None, drop: str | Collection[Any] = ()) -> Any:
+        """Read the state, or a part of it. Only the entries that contain this part are read.
 
         Args:
-            keys: Read only the branches whose names match one of these patterns.
-            drop: Leave out the branches whose names match one of these patterns.
+            keys: Read only these branches; see `slipstream.checkpoint.load.load_checkpoint`.
+            drop: Leave out these branches.
+
+        Raises:
+            KeyError: If a key matches nothing.
+            CorruptFileError: If something is damaged. Names the tensor.
         """
         with naming(self.container.path):
             structure = self.structure
             if keys is not None:
-                structure = select(structure, matching(tuple(keys)))
-                if structure is None:
-                    raise KeyError(f"{self.container.path}: nothing in it matches {', '.join(map(repr, keys))}")
+                structure = select_keys(structure, keys)
             if drop:
-                structure = drop_branches(structure, matching(tuple(drop)))
-            return self._decode(structure)
+                structure = drop_keys(structure, drop)
+            leaves = list(leaves_of(structure))
+            memory = self.read_regions(leaves)
+            return unflatten(structure, _build_leaves(leaves, memory), torch=TORCH)
 
-    def _decode(self, structure: Any) -> Any:
-        """Read the memory that a structure refers to, and build the values."""
-        leaves = list(leaves_of(structure))
-        names = {node["entry"] for _, node in leaves if "entry" in node}
-        memory = self.read_many(sorted(names))
-        return unflatten(structure, _build_leaves(leaves, memory), torch=TORCH)
+    def flat(self, structure: Json) -> Flat:
+        """Read a structure that was made from this file's: its memory, ready to be written again."""
+        with naming(self.container.path):
+            leaves = list(leaves_of(structure))
+            memory = self.read_regions(leaves)
+            values = _build_leaves(leaves, memory)
+            return flatten_state(unflatten(structure, values, torch=TORCH))
 
 
-def _build_leaves(leaves: Sequence[tuple[Leaf, Any]], memory: Mapping[str, NDArray[Any]]) -> list[Any]:
-    """Return the arrays and tensors of a structure; tensors of the same entry are tied."""
+def _build_leaves(leaves: Sequence[tuple[Leaf, Json]], memory: Mapping[int, Bytes]) -> list[Any]:
+    """Return the arrays and tensors of a structure. Tensors that see the same region are tied."""
+    pieces = {region: number for number, region in enumerate(memory)}
     values: list[Any] = []
-    pieces = [region_of(array) for array in memory.values()]
-    number_of = {name: number for number, name in enumerate(memory)}
     views: list[View] = []
     for leaf, node in leaves:
-        content = _content(node, memory)
-        check_fits(leaf, node, content.nbytes)
+        region = node.get("region")
         if leaf.is_array:
+            content = memory.get(region, _NOTHING)
             values.append(content.view(leaf.carrier).reshape(leaf.shape))
             continue
-        if "entry" in node:
-            number = number_of[node["entry"]]
-        else:
-            number = len(pieces)
-            pieces.append(region_of(content))
         stride = tuple(node.get("stride") or contiguous_strides(leaf.shape))
+        # An empty tensor has no region.
+        number = pieces.get(region, -1)
         views.append(View(number, node.get("offset", 0), TORCH.dtype(leaf.dtype), leaf.shape, stride))
         values.append(None)
-    tensors = iter(Regions(pieces, views).tensors())
+    tensors = iter(Regions([region_of(content) for content in memory.values()], views).tensors())
     for position, (leaf, node) in enumerate(leaves):
         if not leaf.is_array:
             values[position] = with_flags(next(tensors), node)
     return values
 
 
-def _content(node: Mapping[str, Any], memory: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8]:
-    if "entry" in node:
-        return memory[node["entry"]].reshape(-1).view(np.uint8)
-    # A bytearray, because the tensors of a state can be written to.
-    return np.frombuffer(bytearray.fromhex(node["hex"]), np.uint8)
+_NOTHING = np.empty(0, np.uint8)
