@@ -2,98 +2,76 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
-import math
 import os
-import re
-import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 
+from slipstream.checkpoint.folder import FILE_ERRORS, CheckpointFile, CheckpointFolder, no_checkpoint
 from slipstream.checkpoint.load import move
-from slipstream.checkpoint.native import NativeFile, Parent, Written, write_native
+from slipstream.checkpoint.native import NativeFile, encode_metadata
+from slipstream.checkpoint.retention import Plan, RetentionPolicy, find_best
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
-from slipstream.checkpoint.snapshot import Snapshot
-from slipstream.checks import require_count
-from slipstream.errors import CorruptFileError, FormatVersionError
-from slipstream.schema.flatten import flatten
+from slipstream.checkpoint.series import Series
+from slipstream.checkpoint.thinning import Thin
+from slipstream.checks import require_choice, require_count
+from slipstream.errors import BackgroundError, ConfigurationError, CorruptFileError, WriteError
 from slipstream.schema.unflatten import unflatten
 from slipstream.store.handle import Handle
-from slipstream.store.local import make_folder, sync_folder
-from slipstream.store.lock import FileLock
 from slipstream.store.worker import Policy
-from slipstream.tensors import TORCH
-from slipstream.threads import background_threads
 
 logger = logging.getLogger(__name__)
-
-BASES = ".bases"
-SUFFIX = ".slip"
-_NAME = re.compile(r"checkpoint_iter_(\d+)\.slip")
-# Another process may be writing a large checkpoint. A longer wait means that it hangs.
-_LOCK_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True)
-class Thin:
-    """What older checkpoints give up.
-
-    Attributes:
-        keep_full: How many of the newest stay as they are.
-        drop: Paths to leave out, such as ``"optimizer"`` or ``"*/optimizer*"``.
-        dtype: What fp32 tensors are stored as, such as ``torch.bfloat16``; None leaves them.
-    """
-
-    keep_full: int = 1
-    drop: tuple[str, ...] = ("optimizer*", "*optimizer*")
-    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was read: its step, its state, and the metrics saved with it."""
+    """A checkpoint that was read.
+
+    Attributes:
+        step: The step it was saved with, whatever its file is called.
+        state: The state.
+        metrics: The metrics that were saved with it.
+        thinned: What was removed from it after it was saved, in words; empty if it is complete.
+    """
 
     step: int
     state: Any
     metrics: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Info:
-    """What retention needs to know of a file."""
-
-    step: int
-    metrics: Mapping[str, Any]
-    parents: tuple[str, ...]
-    thinned: bool
+    thinned: tuple[str, ...] = ()
 
 
 class CheckpointManager:
     """Saves, finds, restores, thins and deletes the checkpoints of a run.
 
-    Saves are asynchronous, in the native format, and store only what changed since the one before; see
-    `AsyncCheckpointSaver` for what that guarantees. Each file says by itself what it is: there is no list that could
-    disagree with the folder. A file that others are stored against may be deleted, even with ``rm``: they keep it under
-    another name (a hard link in ``.bases``) until none of them is left.
+    Saves are asynchronous and in the native format; see `AsyncCheckpointSaver` for what that guarantees. Each file is
+    complete in itself: it can be copied, renamed or moved and still loads. The newest checkpoint is the one that was
+    saved last, even if its step is lower than that of others. Several managers, in any number of processes, may use one
+    folder. The folder is created by the first save.
 
     Args:
-        folder: Where the checkpoints are, as ``checkpoint_iter_<step>.slip``.
+        folder: Where the checkpoints are, as ``checkpoint_iter_<step>.slip``. Files that you rename are never deleted.
         keep_last: Keep the N newest checkpoints; None keeps all.
         keep_every: Keep those whose step is a multiple of this, too.
         keep_best: Keep the best by a metric, too: ``("reward", "max")`` or ``("loss", "min")``.
-        thin: What older ones give up; by default nothing.
-        full_every: Write a complete file every N saves, and deltas in between; 1 for no deltas.
+        thin: What older checkpoints lose; by default nothing.
+        differential: Store tensors that did not change by reference to an earlier checkpoint, and others as a
+            difference to it where that is at least a quarter smaller. Takes less space where parts of a model are
+            frozen or saves are a few steps apart, and keeps one more copy of the state in memory. A file then needs its
+            parents, at most 16, to be loaded. The best checkpoint is always whole, and never do all checkpoints depend
+            on the same file.
         max_queue_size: How many saves may be waiting or being written.
         policy: What to do when the queue is full; see `AsyncCheckpointSaver`.
-        compress: Whether to pack checkpoints; if not, each is complete in itself.
+        compress: Whether to pack checkpoints.
+
+    Raises:
+        ConfigurationError: If a setting is invalid.
 
     Example:
         >>> import torch
@@ -112,98 +90,127 @@ class CheckpointManager:
         keep_best: tuple[str, Literal["min", "max"]] | None = None,
         thin: Thin | None = None,
         *,
-        full_every: int = 10,
+        differential: bool = False,
         max_queue_size: int = 3,
         policy: Policy = "block",
         compress: bool = True,
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("full_every", full_every)):
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None:
                 require_count(name, value)
-        if keep_best is not None and keep_best[1] not in ("min", "max"):
-            raise ValueError(f"keep_best is {keep_best!r}, expected a metric's name and 'min' or 'max'")
-        self.folder = Path(folder)
-        make_folder(self.folder)
-        self.keep_last, self.keep_every, self.keep_best, self.thin = keep_last, keep_every, keep_best, thin
-        self.compress = compress
-        self.full_every = full_every = full_every if compress else 1
-        # One snapshot being written, and the one before it, which it is stored against.
-        self.saver = AsyncCheckpointSaver(max_queue_size, policy=policy, warm=1 if full_every == 1 else 2)
+        if keep_best is not None:
+            _check_keep_best(keep_best)
+        keep_full = None
+        if thin is not None:
+            keep_full = thin.keep_full
+        # Absolute, so that a later change of the working directory does not move the run.
+        self.folder = Path(folder).absolute()
+        self.keep_best = keep_best
+        self._files = CheckpointFolder(self.folder)
+        retention = RetentionPolicy(keep_last, keep_every, keep_best, keep_full)
+        self._series = Series(self._files, retention, thin, compress=compress, differential=differential)
+        warm = 1
+        if differential:
+            # One snapshot is being written, and the one before it is kept to be compared with.
+            warm = 2
+        self.saver = AsyncCheckpointSaver(max_queue_size, policy=policy, warm=warm)
         self.guard = self.saver.guard
         self.mutating = self.saver.mutating
-        self._reference: tuple[Path, Written, Snapshot] | None = None
-        self._infos: dict[tuple[str, int, int], _Info] = {}
-        self._lock = threading.RLock()
+        self._best_metric_seen = False
 
     def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> Handle[SaveResult]:
-        """Save a state in the background, then delete and thin what the policies say; returns at once.
+        """Save a state in the background, then apply the retention policy.
+
+        Returns as soon as the state may change again. Metrics are captured now; NumPy and torch scalars become numbers.
+        A failure to delete or thin other checkpoints does not fail the save: it is logged, tried again at the next
+        save, and counted in `get_stats`.
 
         Args:
-            step: Iteration, frame or epoch; a checkpoint of the same step is replaced.
+            step: Iteration, frame or epoch, a whole number. A checkpoint of the same step is replaced.
             state: Nested dicts, lists and tuples of tensors, arrays and plain values.
             metrics: Numbers to choose the best by, and anything else that should be readable without the tensors.
+
+        Raises:
+            ConfigurationError: If `keep_best` is set and its metric is not a number, or is missing although there are
+                others.
+            UnsupportedStateError: If state or metrics contain something that cannot be stored. Names the key.
+            BackgroundError: If an earlier save failed and its error was not retrieved.
         """
         step = require_count("step", step, least=0)
-        path = self.path(step)
-        metadata = {"step": step, "metrics": dict(metrics or {}), "time": time.time()}
-        return self.saver.submit(state, lambda snapshot: self._write(path, snapshot, metadata), path)
+        metadata = encode_metadata({"step": step, "metrics": dict(metrics or {}), "time": time.time()})
+        self._check_best_metric(unflatten(metadata["metrics"], []))
+        return self.saver.save(state, self._files.name_for(step), self._series, metadata)
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step is or would be."""
-        return self.folder / f"checkpoint_iter_{step}{SUFFIX}"
+        """Return the file of the checkpoint of a step, or where it would be written."""
+        file = self._files.find(step)
+        if file is None:
+            return self._files.name_for(step)
+        return file.path
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint on disk, in order."""
-        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        """Return the steps that have a readable checkpoint on disk, in ascending order."""
+        return sorted({file.step for file in self._files.scan()})
 
     def latest(self) -> int | None:
-        """Return the newest step on disk, or None."""
-        return max(self.steps(), default=None)
+        """Return the step of the checkpoint that was saved last, or None."""
+        files = self._files.scan()
+        if not files:
+            return None
+        return files[-1].step
 
     def best(self) -> int | None:
         """Return the step that is best by `keep_best`, or None if no checkpoint has that metric."""
         if self.keep_best is None:
-            raise ValueError("keep_best was not set, so there is no metric to tell the best by")
-        return _best_of(self._readable(), self.keep_best)
+            raise ValueError("keep_best was not set, so there is no metric to choose the best by")
+        best = find_best(self._files.scan(), self.keep_best)
+        if best is None:
+            return None
+        return best.step
 
     def restore(
-        self, step: int | None = None, device: str | torch.device = "cpu", keys: Collection[str] | None = None
+        self,
+        step: int | None = None,
+        device: str | torch.device = "cpu",
+        keys: str | Collection[Any] | None = None,
     ) -> Restored:
-        """Read a checkpoint: that of `step`, or the newest that is sound; says so if newer ones are damaged.
+        """Read a checkpoint: that of `step`, or the newest that is intact.
 
-        Blocks until pending saves are written.
+        Blocks until pending saves are written. A save that failed, and files that cannot be read, are logged; without
+        `step`, the next older checkpoint is tried.
+
+        Args:
+            step: Which checkpoint; the newest by default.
+            device: Where tensors go.
+            keys: Load only these branches; see `load_checkpoint`.
 
         Raises:
             FileNotFoundError: If there is none.
             CorruptFileError: If the one asked for, or every one, is damaged.
+            KeyError: If a key matches nothing.
         """
-        self.saver.flush()
-        steps = self.steps() if step is None else [step]
-        failure: Exception | None = None
-        for candidate in reversed(steps):
-            try:
-                restored = self._read(candidate, device, keys)
-            except (CorruptFileError, FormatVersionError) as error:
-                if step is not None:
-                    raise
-                logger.warning("%s; trying the checkpoint before it", error)
-                failure = failure or error
-                continue
-            if failure is not None:
-                logger.warning("restored step %d instead of %d", candidate, steps[-1])
-            return restored
-        if failure is not None:
-            raise CorruptFileError(f"{self.folder}: none of its {len(steps)} checkpoints is sound") from failure
-        raise FileNotFoundError(errno.ENOENT, "no checkpoint in folder", str(self.folder))
+        try:
+            self.saver.flush()
+        except BackgroundError as error:
+            logger.warning("%s; restoring what is on disk", error)
+        if step is not None:
+            return self._read(self._require(step), device, keys)
+        return self._read_newest(device, keys)
 
     def flush(self, timeout: float | None = None) -> None:
         """Block until every save so far is durable."""
         self.saver.flush(timeout)
 
     def close(self, timeout: float | None = 60) -> None:
-        """Finish what is queued, then take no more saves."""
-        self.saver.shutdown(timeout)
+        """Finish what is queued, then accept no more saves. Idempotent."""
+        try:
+            self.saver.shutdown(timeout)
+        finally:
+            self._series.forget_parent()
+
+    def get_stats(self) -> dict[str, float]:
+        """Return what `AsyncCheckpointSaver.get_stats` does, and ``retention_failures``: files not tidied up so far."""
+        return {**self.saver.get_stats(), "retention_failures": self._series.num_failures}
 
     def __enter__(self) -> Self:
         return self
@@ -211,149 +218,99 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.saver.__exit__(kind, error, trace)
+        try:
+            self.saver.__exit__(kind, error, trace)
+        finally:
+            self._series.forget_parent()
+
+    def plan(self) -> Plan:
+        """Return what `prune` would do, without doing it."""
+        return self._series.plan()
 
     def prune(self) -> list[int]:
-        """Delete what the policies do not keep, and thin what they thin; `save` does it too. Returns steps deleted."""
-        with self._folder_lock():
-            return self._prune()
+        """Apply the retention policy now; `save` does so, too. Returns the steps that were deleted.
 
-    def _read(self, step: int, device: str | torch.device, keys: Collection[str] | None) -> Restored:
-        path = self.path(step)
-        if not path.exists():
-            raise FileNotFoundError(errno.ENOENT, f"no checkpoint of step {step}", str(path))
-        with NativeFile(path) as file:
-            metadata = file.metadata
-            metrics = metadata.get("metrics", {}) if isinstance(metadata, dict) else {}
-            return Restored(step, move(file.load(keys), device), metrics)
+        Raises:
+            WriteError: If files could not be changed or deleted. All others were.
+        """
+        if not self.folder.is_dir():
+            return []
+        tidied = self._series.tidy()
+        for path, error in tidied.failures.items():
+            # A damaged delta cannot be made whole, and does not keep anything else from being tidied up.
+            if not isinstance(error, CorruptFileError):
+                raise WriteError(0, f"cannot tidy up {path}: {error}") from error
+        return tidied.deleted
 
-    def _write(self, path: Path, snapshot: Snapshot, metadata: Any) -> tuple[Path, int, int]:
-        state = snapshot.flat()
-        with self._folder_lock():
-            parent = self._parent()
-            written = write_native(path, state, metadata, parent, background_threads(), compress=self.compress)
-            previous, self._reference = self._reference, (path, written, snapshot)
-            with contextlib.suppress(OSError):  # somebody deleted it already
-                self._infos[_key(path)] = _Info(metadata["step"], metadata["metrics"], written.parents, thinned=False)
-            if previous is not None:
-                previous[2].release()
-            self._prune()
-        return path, written.raw_bytes, written.stored_bytes
+    def _check_best_metric(self, metrics: Mapping[str, Any]) -> None:
+        """Refuse metrics that the best cannot be chosen by: otherwise retention would delete the best silently."""
+        if self.keep_best is None:
+            return
+        metric, _ = self.keep_best
+        if metric in metrics:
+            self._best_metric_seen = True
+            value = metrics[metric]
+            if value is not None and not isinstance(value, (int, float, np.number)):
+                raise ConfigurationError(f"metric {metric!r} is {value!r}, expected a number to choose the best by")
+        elif metrics and not self._best_metric_seen:
+            # Later saves may leave it out, if it is not measured every time. A name that never occurs is a mistake.
+            raise ConfigurationError(
+                f"keep_best needs metric {metric!r}, but metrics are {', '.join(map(repr, metrics))}; pass "
+                f"{metric!r}: None if it was not measured yet"
+            )
 
-    def _parent(self) -> Parent | None:
-        """Return what to store the next checkpoint against, safe from deletion; None for a full one."""
-        if self._reference is None:
-            return None
-        path, written, _ = self._reference
-        if len(written.parents) + 1 >= self.full_every:
-            return None
-        base = self.folder / BASES / f"{written.identity}{SUFFIX}"
-        if not base.exists():
-            make_folder(base.parent)
+    def _require(self, step: int) -> CheckpointFile:
+        file = self._files.find(step)
+        if file is not None:
+            return file
+        path = self._files.name_for(step)
+        problem = self._files.unreadable().get(path)
+        if problem is not None:
+            raise CorruptFileError(f"no checkpoint of step {step} can be read ({problem})") from problem
+        known = ", ".join(map(str, self.steps())) or "none"
+        raise no_checkpoint(path, f"no checkpoint of step {step}, the folder has {known}")
+
+    def _read_newest(self, device: str | torch.device, keys: str | Collection[Any] | None) -> Restored:
+        """Read the newest checkpoint that can be read."""
+        files = self._files.scan()
+        problems = self._files.unreadable()
+        for problem in problems.values():
+            logger.warning("skipping a checkpoint: %s", problem)
+        first_failure: Exception | None = next(iter(problems.values()), None)
+        for file in reversed(files):
             try:
-                os.link(path, base)
-            except OSError:  # no such file any more, or no hard links here: a full checkpoint needs neither
-                return None
-            sync_folder(base.parent)
-            with contextlib.suppress(OSError, CorruptFileError, FormatVersionError), NativeFile(base) as file:
-                if file.container.identity == written.identity:
-                    return Parent(base, written.identity, written.parents, written.content)
-            base.unlink(missing_ok=True)  # another process replaced the file under that name
-            return None
-        return Parent(base, written.identity, written.parents, written.content)
-
-    def _readable(self) -> list[_Info]:
-        """Return what can be said of each checkpoint on disk, in order; damaged ones are left out."""
-        infos, known = [], {}
-        for step in self.steps():
-            path = self.path(step)
-            try:
-                key = _key(path)
-                info = self._infos.get(key) or _describe(step, path)
-            except (OSError, CorruptFileError, FormatVersionError):
+                restored = self._read(file, device, keys)
+            except FILE_ERRORS as error:
+                logger.warning("skipping a checkpoint: %s", error)
+                first_failure = first_failure or error
                 continue
-            known[key] = info
-            infos.append(info)
-        self._infos = known
-        return infos
+            if first_failure is not None:
+                logger.warning("restored step %d from %s, the newest that is intact", file.step, file.path)
+            return restored
+        if first_failure is not None:
+            count = len(files) + len(problems)
+            raise CorruptFileError(f"{self.folder}: none of its {count} checkpoints is intact") from first_failure
+        raise no_checkpoint(self.folder)
 
-    def _prune(self) -> list[int]:
-        infos = self._readable()
-        keep = {info.step for info in (infos if self.keep_last is None else infos[-self.keep_last :])}
-        if self.keep_every is not None:
-            keep |= {info.step for info in infos if info.step % self.keep_every == 0}
-        if self.keep_best is not None and (best := _best_of(infos, self.keep_best)) is not None:
-            keep.add(best)
-        deleted = [info.step for info in infos if info.step not in keep]
-        for step in deleted:
-            self.path(step).unlink(missing_ok=True)
-        if self.thin is not None:
-            kept = [info for info in infos if info.step in keep]
-            for info in kept[: -self.thin.keep_full or None]:
-                if not info.thinned:
-                    self._thin(info.step, self.thin)
-        self._sweep_bases()
-        return deleted
-
-    def _thin(self, step: int, thin: Thin) -> None:
-        path = self.path(step)
-        with NativeFile(path) as file:
-            tree = flatten(file.load(drop=thin.drop))
-            metadata = {**file.metadata, "thinned": True}
-        leaves = []
-        for leaf in tree.leaves:
-            if isinstance(leaf, torch.Tensor) and thin.dtype is not None and leaf.dtype == torch.float32:
-                leaves.append(leaf.detach().to(thin.dtype))
-            else:
-                leaves.append(leaf)
-        state = unflatten(tree.structure, leaves, torch=TORCH)
-        write_native(path, state, metadata, threads=background_threads(), compress=self.compress)
-
-    def _sweep_bases(self) -> None:
-        """Delete the bases that no checkpoint needs any more."""
-        folder = self.folder / BASES
-        if not folder.is_dir():
-            return
-        infos = self._readable()
-        if len(infos) < len(self.steps()):  # who knows what the unreadable ones are stored against
-            return
-        needed = {parent for info in infos for parent in info.parents}
-        if self._reference is not None:
-            needed.add(self._reference[1].identity)
-        for base in folder.glob(f"*{SUFFIX}"):
-            if base.stem not in needed:
-                base.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _folder_lock(self) -> Iterator[None]:
-        """Keep other managers of the same folder, in this process or another, from pruning under our feet."""
-        with self._lock, FileLock(self.folder / ".lock", timeout_s=_LOCK_TIMEOUT_S):
-            yield
+    def _read(self, file: CheckpointFile, device: str | torch.device, keys: str | Collection[Any] | None) -> Restored:
+        try:
+            return _load(file, device, keys)
+        except FILE_ERRORS:
+            # Another process may have made it whole and deleted its parent while it was read here.
+            again = self._files.find(file.step)
+            if again is None or again == file:
+                raise
+            return _load(again, device, keys)
 
 
-def _key(path: Path) -> tuple[str, int, int]:
-    """Return what is different if a file was replaced."""
-    status = path.stat()
-    return path.name, status.st_mtime_ns, status.st_size
+def _load(file: CheckpointFile, device: str | torch.device, keys: str | Collection[Any] | None) -> Restored:
+    with NativeFile(file.path) as native:
+        state = move(native.load(keys), device)
+        metrics = native.metadata["metrics"]
+    return Restored(file.step, state, metrics, file.thinned)
 
 
-def _describe(step: int, path: Path) -> _Info:
-    with NativeFile(path) as file:
-        metadata = file.metadata if isinstance(file.metadata, dict) else {}
-        parents = []
-        ancestor = file
-        while ancestor.parent:
-            parents.append(str(ancestor.parent.get("identity")))
-            ancestor = ancestor.open_parent()
-        metrics = metadata.get("metrics")
-        return _Info(step, metrics if isinstance(metrics, dict) else {}, tuple(parents), bool(metadata.get("thinned")))
-
-
-def _best_of(infos: list[_Info], keep_best: tuple[str, str]) -> int | None:
-    metric, mode = keep_best
-    values = [(info.metrics.get(metric), info.step) for info in infos]
-    comparable = [(float(v), step) for v, step in values if isinstance(v, (int, float)) and math.isfinite(v)]
-    if not comparable:
-        return None
-    sign = 1 if mode == "max" else -1
-    return max(comparable, key=lambda pair: (sign * pair[0], pair[1]))[1]
+def _check_keep_best(keep_best: Any) -> None:
+    if not isinstance(keep_best, (tuple, list)) or len(keep_best) != 2 or not isinstance(keep_best[0], str):
+        raise ConfigurationError(f"keep_best is {keep_best!r}, expected a metric's name and 'min' or 'max'")
+    require_choice("the mode of keep_best", keep_best[1], ("min", "max"))

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from slipstream.checkpoint.compare import compare_states
 from slipstream.checkpoint.load import load_checkpoint
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.native import NativeFile
-from slipstream.checkpoint.state import compare_states
 from slipstream.errors import ConfigurationError, CorruptFileError, StateMismatchError
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy
@@ -89,13 +89,7 @@ def _newest(folder: Path) -> Path:
     if not any(inner.glob("checkpoint_iter_*.slip")):
         raise ConfigurationError(f"{folder} holds no checkpoint, expected the folder of a run or of its checkpoints")
     with CheckpointManager(inner, keep_last=None) as manager:
-        for step in reversed(manager.steps()):
-            try:
-                manager.restore(step, keys=["counters"])
-            except CorruptFileError:
-                continue
-            return manager.path(step)
-    raise CorruptFileError(f"{inner}: none of its checkpoints is sound")
+        return manager.path(manager.restore().step)
 
 
 def _metrics_of(path: Path) -> Mapping[str, Any]:

@@ -136,7 +136,7 @@ class Trainer:
         return self._stop
 
     def restore(self) -> int:
-        """Go on from the newest sound checkpoint of the run; returns its iteration.
+        """Resume from the newest intact checkpoint of the run; returns its iteration.
 
         Raises:
             ConfigurationError: If there is none, or it is one of another network, or of other settings.
@@ -149,11 +149,6 @@ class Trainer:
             raise ConfigurationError(f"{self.folder.path} holds no checkpoint to resume from") from None
         except (StateMismatchError, CorruptFileError) as error:
             raise ConfigurationError(f"{self.folder.path} cannot be resumed: {error}") from error
-        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigurationError(
-                f"{self.folder.path} cannot be resumed, its checkpoint does not fit: {reason}"
-            ) from error
         return self.iteration
 
     def _forget_later(self) -> None:
@@ -268,7 +263,9 @@ class Trainer:
     def _save_checkpoint(self, rollout: Any) -> None:
         if self.last_rollouts is not None:
             self.last_rollouts.save(_plain(rollout), self.iteration, overwrite=True)
-        metrics = {**self.episodes.means(), **self.counters, "config": dataclasses.asdict(self.settings)}
+        # Before the first episode ends there is nothing to choose the best by.
+        metrics: dict[str, Any] = {BEST_BY: None, **self.episodes.means(), **self.counters}
+        metrics["config"] = dataclasses.asdict(self.settings)
         self.checkpoints.save(self.iteration, self.state.state_dict(), metrics)
         self._saved = self.iteration
 

@@ -1,0 +1,149 @@
+"""What is in a folder of checkpoints. Each file describes itself: there is no list that could disagree with the folder.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.checkpoint.reader import NativeReader
+from slipstream.errors import CorruptFileError, FormatVersionError
+
+SUFFIX = ".slip"
+_MANAGED_NAME = re.compile(r"checkpoint_iter_\d+(_\d+)?\.slip")
+
+# What may go wrong with one file without affecting the others.
+FILE_ERRORS = (OSError, CorruptFileError, FormatVersionError)
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """A checkpoint that a manager wrote, as its file describes it.
+
+    Attributes:
+        path: The file. It may have been renamed.
+        step: The step it was saved with.
+        sequence: Its number among all saves into the folder: the order of time, whatever the steps are.
+        metrics: The metrics it was saved with.
+        identity: The same for all copies of it, and for every way to store it.
+        parents: The identities of the checkpoints that it is stored against, nearest first; empty if it is whole.
+        thinned: What was removed from it, in words; empty if it is complete.
+    """
+
+    path: Path
+    step: int
+    sequence: int
+    metrics: Mapping[str, Any]
+    identity: str
+    parents: tuple[str, ...] = ()
+    thinned: tuple[str, ...] = ()
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether retention may delete it. Files that a user renamed are the user's."""
+        return _has_managed_name(self.path)
+
+    @property
+    def order(self) -> tuple[int, bool, str]:
+        """Sorts files by the time of their save; of copies, the one that still has its name comes last."""
+        return self.sequence, self.is_managed, self.path.name
+
+
+class CheckpointFolder:
+    """Lists the checkpoints of a folder, and remembers what it read from each file until the file changes.
+
+    Args:
+        path: The folder. It need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[tuple[Any, ...], CheckpointFile | Exception] = {}
+
+    def name_for(self, step: int) -> Path:
+        """Return where a new checkpoint of a step is written."""
+        return self.path / f"checkpoint_iter_{step}{SUFFIX}"
+
+    def scan(self) -> list[CheckpointFile]:
+        """Return the readable checkpoints, in the order in which they were saved."""
+        files = [found for found in self._read().values() if isinstance(found, CheckpointFile)]
+        return sorted(files, key=lambda file: file.order)
+
+    def unreadable(self) -> dict[Path, Exception]:
+        """Return the files that have the name of a checkpoint but cannot be read, and why."""
+        return {path: found for path, found in self._read().items() if isinstance(found, Exception)}
+
+    def find(self, step: int) -> CheckpointFile | None:
+        """Return the newest checkpoint of a step, whatever its file is called."""
+        found = None
+        for file in self.scan():
+            if file.step == step:
+                found = file
+        return found
+
+    def _read(self) -> dict[Path, CheckpointFile | Exception]:
+        """Look at every file; opens only those that are new or have changed."""
+        known: dict[tuple[Any, ...], CheckpointFile | Exception] = {}
+        found: dict[Path, CheckpointFile | Exception] = {}
+        for path in self._candidates():
+            try:
+                status = path.stat()
+            except OSError as error:
+                # A dangling link, or a file that was deleted a moment ago.
+                if _has_managed_name(path):
+                    found[path] = error
+                continue
+            # The time of change, too: other permissions may make a file readable.
+            key = (path.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            description = self._known.get(key) or _describe(path)
+            if description is not None:
+                known[key] = description
+                found[path] = description
+        self._known = known
+        return found
+
+    def _candidates(self) -> Iterable[Path]:
+        try:
+            return sorted(self.path.glob(f"*{SUFFIX}"))
+        except FileNotFoundError:
+            return ()
+
+
+def _has_managed_name(path: Path) -> bool:
+    return _MANAGED_NAME.fullmatch(path.name) is not None
+
+
+def _describe(path: Path) -> CheckpointFile | Exception | None:
+    """Return what a file says about itself, or why it cannot be read; None if it is intact and no manager wrote it."""
+    try:
+        with NativeReader(path) as file:
+            metadata = file.metadata
+            header = file.header
+    except FileNotFoundError:
+        return None
+    except FILE_ERRORS as error:
+        # Rollouts and other files may be in the folder, too.
+        if not _has_managed_name(path):
+            return None
+        # An error that is kept must not keep the frames that raised it.
+        return error.with_traceback(None)
+    if header.sequence is None or not isinstance(metadata, dict):
+        return None
+    step = metadata.get("step")
+    metrics = metadata.get("metrics")
+    if type(step) is not int or not isinstance(metrics, dict):
+        return None
+    parents = tuple(parent.identity for parent in header.parents)
+    return CheckpointFile(path, step, header.sequence, metrics, header.identity, parents, header.thinned)
+
+
+def no_checkpoint(folder: Path, problem: str = "no checkpoint in folder") -> FileNotFoundError:
+    """Return the error for a checkpoint that is not there."""
+    return FileNotFoundError(errno.ENOENT, problem, os.fspath(folder))
