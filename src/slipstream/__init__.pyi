@@ -1,16 +1,20 @@
 # The public names of Slipstream, once: type checkers read them here, and so does lazy_loader at run time.
 # To publish a name, add a line.
 
+from .checkpoint.convert import convert_checkpoint as convert_checkpoint
+from .checkpoint.diff import compare_checkpoints as compare_checkpoints
+from .checkpoint.inspect import inspect_checkpoint as inspect_checkpoint
 from .checkpoint.load import load_checkpoint as load_checkpoint
 from .checkpoint.manager import CheckpointManager as CheckpointManager
 from .checkpoint.manager import Restored as Restored
-from .checkpoint.manager import Thin as Thin
 from .checkpoint.model import format_checkpoint_name as format_checkpoint_name
 from .checkpoint.model import get_model_size as get_model_size
 from .checkpoint.model import print_model_info as print_model_info
 from .checkpoint.saver import AsyncCheckpointSaver as AsyncCheckpointSaver
 from .checkpoint.saver import SaveResult as SaveResult
 from .checkpoint.state import TrainingState as TrainingState
+from .checkpoint.thinning import Thin as Thin
+from .checkpoint.verify import verify_checkpoint as verify_checkpoint
 from .collect.compressed import CompressedDataCollector as CompressedDataCollector
 from .collect.pipelined import PipelinedDataCollector as PipelinedDataCollector
 from .collect.serial import SerialCollector as SerialCollector

@@ -24,7 +24,7 @@ from slipstream.text import install_hint
 ALWAYS = [
     *("Python", "slipstream", "packages", "cores", "open files", "OMP_WAIT_POLICY", "terminal"),
     *("torch", "denormal numbers", "CUDA", "C++ compiler"),
-    *("disk", "writing", "atomic writes", "hard links", "file locks", "codec planes", "codec timewise"),
+    *("disk", "writing", "atomic writes", "file locks", "codec planes", "codec timewise"),
 ]
 
 
@@ -291,15 +291,6 @@ class TestBackend:
 
 
 class TestDisk:
-    def test_a_folder_without_hard_links_is_a_note(self, tmp_path, monkeypatch):
-        def refuse(*_: object) -> None:
-            raise PermissionError(1, "Operation not permitted")
-
-        monkeypatch.setattr(os, "link", refuse)
-        finding = disk.hard_links(tmp_path)
-        assert finding.status == "note"
-        assert finding.fact == "none in this folder (Operation not permitted)"
-
     def test_a_folder_where_locks_lock_nothing_is_a_note(self, tmp_path, monkeypatch):
         assert disk.locks(tmp_path).status == "ok"
         monkeypatch.setattr("fcntl.flock", lambda *_: None)

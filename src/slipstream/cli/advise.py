@@ -80,9 +80,13 @@ def advise(
         folder=folder,
         num_envs=num_envs,
         num_steps=num_steps,
-        progress=lambda sentence: typer.echo(f"measuring: {sentence}", err=True),
+        progress=_report_progress,
     )
     print_json(advice.to_json()) if json else _show(advice)
+
+
+def _report_progress(sentence: str) -> None:
+    typer.echo(f"measuring: {sentence}", err=True)
 
 
 def _show(advice: Advice) -> None:

@@ -34,6 +34,15 @@ def print_table(table: Table) -> None:
     screen.print(table, soft_wrap=False, crop=False)
 
 
+def print_folding(table: Table) -> None:
+    """Print a table as wide as the terminal, in which columns may fold; in full where a script may read it."""
+    screen = console()
+    if screen.is_terminal:
+        screen.print(table, soft_wrap=False, crop=False)
+    else:
+        print_table(table)
+
+
 def print_json(document: dict[str, Any]) -> None:
     """Print one JSON object, in colour on a terminal."""
     screen = console()

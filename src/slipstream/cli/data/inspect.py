@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.cli.ckpt.options import JsonOption
 from slipstream.cli.data.options import (
     ActionOption,
     CameraOption,
@@ -18,6 +17,7 @@ from slipstream.cli.data.options import (
     TerminalOption,
     fields_of,
 )
+from slipstream.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from slipstream.datasets.description import Description

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.ckpt.options import JsonOption
+from slipstream.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from slipstream.cli.doctor.findings import Finding

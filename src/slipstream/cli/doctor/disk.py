@@ -1,4 +1,4 @@
-"""The folder that files go to: its space, its speed, and whether it has hard links and locks."""
+"""The folder that files go to: its space, its speed, and whether it has locks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def examine(folder: Path) -> Iterator[Finding]:
             inside.mkdir(mode=0o700)
             yield writing(inside, free)
             yield atomic_writes(inside)
-            yield hard_links(inside)
             yield locks(inside)
         finally:
             shutil.rmtree(inside, ignore_errors=True)
@@ -80,18 +79,6 @@ def atomic_writes(folder: Path) -> Finding:
     if middle > _SLOW_ATOMIC_S:
         return note("atomic writes", fact, "a local disk would be faster, else save less often", **values)
     return ok("atomic writes", fact, **values)
-
-
-def hard_links(folder: Path) -> Finding:
-    """Say whether a file can have two names, which `CheckpointManager` uses to keep what deltas are stored against."""
-    file, link = folder / "file", folder / "link"
-    file.touch()
-    try:
-        os.link(file, link)
-    except OSError as error:
-        advice = "choose another file system, for here each checkpoint is stored in full"
-        return note("hard links", f"none in this folder ({error.strerror})", advice, supported=False)
-    return ok("hard links", "work, checkpoints can be stored as what changed", supported=link.samefile(file))
 
 
 def locks(folder: Path) -> Finding:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.ckpt.reading import one_line, reading
+from slipstream.cli.errors import one_line, reading
 from slipstream.errors import SlipstreamError
 from slipstream.store.local import check_regular
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.cli.ckpt.options import JsonOption
-from slipstream.cli.ckpt.reading import one_line
+from slipstream.cli.errors import one_line
+from slipstream.cli.options import JsonOption
 from slipstream.cli.rollout.paths import PATTERN, find_rollouts
 from slipstream.errors import SlipstreamError
 

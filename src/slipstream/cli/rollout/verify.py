@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.ckpt.options import JsonOption
-from slipstream.cli.ckpt.reading import one_line, reading
+from slipstream.cli.errors import one_line, reading
+from slipstream.cli.options import JsonOption
 from slipstream.cli.rollout.paths import PATTERN, find_rollouts
 from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
 from slipstream.text import plural
