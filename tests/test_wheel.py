@@ -118,15 +118,9 @@ EXTRAS = {
     "safetensors": ("safetensors", "from slipstream import load_checkpoint; load_checkpoint(SAFETENSORS)"),
     "onnx": ("export", "from slipstream.train.export import _to_onnx; _to_onnx(None)"),
     "onnxscript": ("export", "from slipstream.train.export import _to_onnx; _to_onnx(None)"),
-    "lightning": ("adapters", "from slipstream.adapters import LightningCheckpointIO as L; L()"),
-    "stable_baselines3": (
-        "adapters",
-        "from slipstream.adapters import SB3CheckpointCallback as S; S('x', 1)",
-    ),
-    "torchrl.trainers": (
-        "adapters",
-        "from slipstream.adapters import TorchRLCheckpointHook as T; T('x', 1)",
-    ),
+    "lightning": ("adapters", "from slipstream.adapters import LightningCheckpointIO"),
+    "stable_baselines3": ("adapters", "from slipstream.adapters import SB3CheckpointCallback"),
+    "torchrl.trainers": ("adapters", "from slipstream.adapters import TorchRLCheckpointHook"),
     "cv2": ("datasets", "from slipstream import MultimodalReplayBuffer"),
 }
 # Importing torch takes seconds: once, and then a child for each case, in which one library cannot be imported.

@@ -1,13 +1,9 @@
-"""Adapters: checkpoints of ours in the training loops of others.
+"""Checkpoints in the training loops of Lightning, Stable-Baselines3 and TorchRL.
 
-Importing them imports none of those libraries: that happens when an adapter is made, which raises `ImportError` with
-what to install if the library is not there.
+``__init__.pyi`` lists the public names. Each is imported on first use, together with its library only: the adapter for
+Lightning does not need Stable-Baselines3. If the library is missing, the `ImportError` says how to install it.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from slipstream.adapters.lightning import LightningCheckpointIO
-from slipstream.adapters.stable_baselines3 import SB3CheckpointCallback, restore_into
-from slipstream.adapters.torchrl import TorchRLCheckpointHook
-
-__all__ = ["LightningCheckpointIO", "SB3CheckpointCallback", "TorchRLCheckpointHook", "restore_into"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

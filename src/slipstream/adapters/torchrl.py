@@ -5,42 +5,45 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from slipstream.adapters.base import Adapter, Checkpoints
+from slipstream.text import install_hint
+
+try:
+    from torchrl.trainers import Trainer, TrainerHookBase
+except ImportError as error:
+    raise ImportError(
+        f"TorchRLCheckpointHook needs torchrl, which is not installed: {install_hint('adapters')}, or torchrl by itself"
+    ) from error
+
+from slipstream.adapters.manager import LazyManager
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import TrainingState
 from slipstream.checks import require_count
 
-if TYPE_CHECKING:
-    from torchrl.trainers import Trainer, TrainerHookBase
-else:
-    TrainerHookBase = object  # found when the first one is made
 
+class TorchRLCheckpointHook(TrainerHookBase):  # type: ignore[misc, unused-ignore]
+    """Save a trainer in the background every `interval` frames, and once more when training ends.
 
-class TorchRLCheckpointHook(Adapter, TrainerHookBase):  # type: ignore[misc, unused-ignore]
-    """Saves a trainer every so many frames, in the background, and once more when training ends.
+    Saves ``trainer.state_dict()``: loss module, optimizer, collector, counters, and every registered module, including
+    replay buffers. The step of a checkpoint is ``trainer.collected_frames``. To resume, register the same hooks on a
+    new trainer, then call ``trainer.load_state_dict(manager.restore().state)``. Register this hook after those that
+    change the state in ``post_steps``, such as updates of target networks, so that checkpoints contain their changes.
 
-    It saves ``trainer.state_dict()``: loss module, optimizer, collector, counters, and every registered module, replay
-    buffers included. The step of a checkpoint is ``trainer.collected_frames``. To resume, register the same hooks on a
-    new trainer and call ``trainer.load_state_dict(manager.restore().state)``.
+    ``trainer.state_dict()`` does not contain the global random number generators.
+    ``state=TrainingState(trainer=trainer)`` adds them; load such a checkpoint with ``load_state_dict`` of that object.
 
-    ``trainer.state_dict()`` has no random numbers. ``state=TrainingState(trainer=trainer)`` adds them; it is loaded
-    with its own ``load_state_dict``.
-
-    An exception in ``trainer.train()`` skips the last save; what was queued is written all the same.
+    A failed save is raised by the next one, or at the end of ``trainer.train()``. An exception in ``trainer.train()``
+    skips the last save, but queued ones are still written.
 
     Args:
         checkpoints: A manager, or the folder for one with default settings.
-        interval: How many frames lie between two saves, at least.
+        interval: Minimum number of frames between two saves.
         state: What to save instead of ``trainer.state_dict()``.
 
     Raises:
-        ImportError: If TorchRL is not installed.
+        ImportError: If TorchRL is not installed. Raised when the class is imported.
     """
-
-    package = "torchrl"
-    bases = ("torchrl.trainers:TrainerHookBase",)
 
     def __init__(
         self,
@@ -50,61 +53,75 @@ class TorchRLCheckpointHook(Adapter, TrainerHookBase):  # type: ignore[misc, unu
         state: TrainingState | None = None,
     ) -> None:
         self.interval = require_count("interval", interval)
-        self._checkpoints = Checkpoints(checkpoints)
+        self._manager = LazyManager(checkpoints)
         self._state = state
         self._trainer: Trainer | None = None
-        self._last = 0
+        self._last_saved = 0
 
     def register(self, trainer: Trainer, name: str = "slipstream_checkpoint") -> None:
-        """Have a trainer call this hook after the optimization steps of each batch, and when it ends.
+        """Let a trainer call this hook after the optimization steps of each batch, and when training ends.
 
         Args:
             trainer: The trainer to save.
             name: The name of the hook in the trainer's state.
         """
-        self._trainer = trainer
         trainer.register_module(name, self)
+        self._trainer = trainer
+        # The hook may have served another trainer before.
+        self._last_saved = int(trainer.collected_frames)
         trainer.register_op("post_steps", self)
-        with contextlib.suppress(RuntimeError):  # before there was such a stage, only reaching the last frame is an end
+        # Older versions have no such stage. There, only reaching the last frame counts as the end.
+        with contextlib.suppress(RuntimeError):
             trainer.register_op("shutdown", self.close)
 
     def __call__(self) -> None:
-        """Save, if `interval` frames were collected since the last time; returns when the state is copied.
+        """Save if at least `interval` frames were collected since the last save; returns when the state is copied.
 
         Raises:
             BackgroundError: If an earlier save failed.
             RuntimeError: If the hook is not registered.
         """
-        frames = self._frames()
-        if frames - self._last >= self.interval:
-            self._save()
-        if self._trainer is not None and frames >= self._trainer.total_frames:
+        trainer = self._registered_trainer()
+        if trainer.collected_frames - self._last_saved >= self.interval:
+            self._save(trainer)
+        if trainer.collected_frames >= trainer.total_frames:
             self.close()
 
     def close(self) -> None:
-        """Save what was collected since the last time, and block until every save is durable.
+        """Save if frames were collected since the last save, and block until every save is durable.
 
         Raises:
             BackgroundError: If a save failed.
+            RuntimeError: If the hook is not registered.
         """
-        if self._frames() > self._last:
-            self._save()
-        self._checkpoints.finish()
+        trainer = self._registered_trainer()
+        if trainer.collected_frames > self._last_saved:
+            self._save(trainer)
+        self._manager.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return at how many frames it saved last."""
-        return {"last": self._last}
+        """Return the number of frames at the last save."""
+        return {"last": self._last_saved}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set at how many frames it saved last."""
-        self._last = int(state_dict["last"])
+        """Set the number of frames at the last save."""
+        self._last_saved = int(state_dict["last"])
 
-    def _frames(self) -> int:
+    def _registered_trainer(self) -> Trainer:
         if self._trainer is None:
             raise RuntimeError("the hook is not registered: call its register(trainer) first")
-        return int(self._trainer.collected_frames)
+        return self._trainer
 
-    def _save(self) -> None:
-        self._last = self._frames()  # before its own state is taken
-        source: Any = self._trainer if self._state is None else self._state
-        self._checkpoints.open().save(self._last, source.state_dict())
+    def _save(self, trainer: Trainer) -> None:
+        source: Any = trainer
+        if self._state is not None:
+            source = self._state
+        previous = self._last_saved
+        # Set before the state is taken, because this number is part of it.
+        self._last_saved = int(trainer.collected_frames)
+        try:
+            self._manager.open().save(self._last_saved, source.state_dict())
+        except BaseException:
+            # Nothing was saved, so that `close` tries again.
+            self._last_saved = previous
+            raise
