@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from slipstream import CheckpointManager, Container, Trainer, compose_settings, load_checkpoint, load_rollout
+from slipstream import CheckpointManager, Container, Trainer, compose_settings, inspect_checkpoint, load_rollout
 from slipstream.train.folder import RunFolder, read_metrics
 
 SMALL = "preset=quick env.num_envs=16 env.num_obstacles=40 max_frame_num=2048 algo.num_minibatches=2 save_interval=2"
@@ -28,12 +28,12 @@ def show(title: str, columns: tuple[str, ...], rows: list[list[object]]) -> None
     screen.print(table)
 
 
-def show_container(path: Path) -> None:
-    """Print the largest arrays of any file that Slipstream wrote; reads its index only."""
+def show_rollout(path: Path) -> None:
+    """Print the largest arrays of a rollout; reads the index of the file only."""
     with Container(path) as container:
         entries = sorted(container.entries.items(), key=lambda item: -item[1].nbytes)[:4]
-        rows = [[name, one.dtype, one.shape, one.codec.name, one.nbytes, one.stored_bytes] for name, one in entries]
-        show(f"{container.kind}: {path.name}", ("array", "dtype", "shape", "codec", "bytes", "stored"), rows)
+    rows: list[list[object]] = [[name, one.dtype, one.shape, one.nbytes, one.stored_bytes] for name, one in entries]
+    show(f"rollout: {path.name}", ("array", "dtype", "shape", "bytes", "stored"), rows)
 
 
 def inspect(run: RunFolder) -> None:
@@ -44,15 +44,15 @@ def inspect(run: RunFolder) -> None:
     show(f"metrics: the last of {len(lines)} lines", METRICS, rows)
     if run.has_checkpoint():
         with CheckpointManager(run.checkpoints, keep_last=None) as manager:
-            newest = manager.restore(keys=["counters"])  # of the newest that is sound, these values alone
-        path = manager.path(newest.step)
-        weights = load_checkpoint(path, keys=["ppo/policy"])["ppo"]["policy"]
-        screen.print(f"{newest.state['counters']}, {sum(tensor.numel() for tensor in weights.values()):,} weights")
-        show_container(path)
+            newest = manager.restore(keys="counters")  # only these values, of the newest that is intact
+        screen.print(f"restored {newest.state['counters']}")
+        tensors = sorted(inspect_checkpoint(manager.path(newest.step)).tensors, key=lambda tensor: -tensor.nbytes)
+        rows = [[one.name, one.dtype, one.shape, one.nbytes, one.codec] for one in tensors[:4]]
+        show(f"checkpoint of iteration {newest.step}", ("tensor", "dtype", "shape", "bytes", "codec"), rows)
     for path in sorted(run.rollouts.glob("rollout_*.slip"))[-1:]:
         reward = load_rollout(path, keys=[("next", "agents", "reward")], envs=slice(0, 4))["next", "agents", "reward"]
         screen.print(f"mean rewards of its first 4 drones: {reward.mean((1, 2)).tolist()}")
-        show_container(path)
+        show_rollout(path)
     for path in sorted(run.evaluations.glob("*.json")):
         found = json.loads(path.read_text())["scenarios"]
         rows = [[one["name"], one["episodes"], one["success"]["mean"], one["timeout"]["mean"]] for one in found]

@@ -146,11 +146,11 @@ class RunBuilder:
         self.evaluation("final", evaluation(iterations, flights=True))
         for number, (scenario, _) in enumerate(SCENARIOS):
             self.flights(scenario, num_drones=6 - number)
-        for file in ("checkpoints/checkpoint_iter_6.slip", "checkpoints/.bases/b.slip", "rollouts/rollout_000006.slip"):
+        for file in ("checkpoints/checkpoint_iter_6.slip", "checkpoints/copies/b.slip", "rollouts/rollout_000006.slip"):
             (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / file).write_bytes(bytes(1500))
         (self.folder / "checkpoints/.lock").touch()
-        os.link(self.folder / "checkpoints/checkpoint_iter_6.slip", self.folder / "checkpoints/.bases/a.slip")
+        os.link(self.folder / "checkpoints/checkpoint_iter_6.slip", self.folder / "checkpoints/copies/a.slip")
         (self.folder / "config.yaml").write_text("seed: 7\nenv:\n  num_envs: 1024\nversions:\n  torch: 2.13.0\n")
         return self.folder
 

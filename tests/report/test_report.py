@@ -75,7 +75,7 @@ def test_a_run_with_everything_has_every_section_and_its_numbers(whole_run):
         "21.5 s",
         "update 1.5 s 150 ms 50 %",
         "checkpoints: 3 files, 3.0 kB on disk",
-        ".bases/b.slip 1.5 kB",
+        "copies/b.slip 1.5 kB",
         "num_envs: 1024",
         "Recorded in the evaluation final.",
         "2.0 ms in the call of save, and 1.0 ms in which an optimizer waits",
