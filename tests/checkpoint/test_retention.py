@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.checkpoint.folder import CheckpointFile
-from slipstream.checkpoint.retention import Plan, RetentionPolicy, apply, find_best, find_root, plan
+from slipstream.checkpoint.retention import Plan, RetentionPolicy, apply, by_identity, find_best, find_root, plan
 
 
 def file(step: int, sequence: int | None = None, reward: Any = None, **options: Any) -> CheckpointFile:
@@ -112,8 +112,8 @@ def test_the_root_of_a_chain_is_its_whole_file():
     first = file(1)
     second = delta(2, first)
     third = delta(3, second)
-    assert find_root(third, [first, second, third]) == first.identity
-    assert find_root(third, [first, third]) is None
+    assert find_root(third, by_identity([first, second, third])) == first.identity
+    assert find_root(third, by_identity([first, third])) is None
 
 
 def test_a_delta_whose_parent_is_missing_is_left_as_it_is():
@@ -124,7 +124,7 @@ def test_a_delta_whose_parent_is_missing_is_left_as_it_is():
 def test_files_that_refer_to_each_other_in_a_circle_have_no_root():
     one = CheckpointFile(Path("a.slip"), 1, 1, {}, "a", ("b",))
     two = CheckpointFile(Path("b.slip"), 2, 2, {}, "b", ("a",))
-    assert find_root(one, [one, two]) is None
+    assert find_root(one, by_identity([one, two])) is None
 
 
 def test_what_fails_is_reported_and_does_not_stop_the_rest(tmp_path, caplog):
@@ -187,10 +187,12 @@ def test_whatever_the_history_the_newest_stays_and_every_kept_file_can_be_read(f
     whole = [*planned.thin, *planned.complete]
     unchanged = {one.identity for one in planned.keep if one not in planned.thin}
     for one in planned.keep:
-        assert not one.parents or one in whole or one.parents[0] in unchanged or find_root(one, files) is None
+        assert (
+            not one.parents or one in whole or one.parents[0] in unchanged or find_root(one, by_identity(files)) is None
+        )
     best = find_best([one for one in planned.keep if one.is_managed], policy.keep_best)
     if best is not None:
-        assert not best.parents or best in whole or find_root(best, files) is None
+        assert not best.parents or best in whole or find_root(best, by_identity(files)) is None
 
 
 @given(folders(), policies)

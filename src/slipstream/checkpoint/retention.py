@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -84,14 +84,15 @@ def plan(files: Sequence[CheckpointFile], policy: RetentionPolicy) -> Plan:
 
 def _kept(managed: Sequence[CheckpointFile], policy: RetentionPolicy) -> set[Path]:
     """Return the files that some rule keeps; `managed` is in the order of saves."""
-    if policy.keep_last is None:
-        return {file.path for file in managed}
-    kept = {file.path for file in managed[-policy.keep_last :]}
-    if policy.keep_every is not None:
-        kept |= {file.path for file in managed if file.step % policy.keep_every == 0}
+    newest = managed
+    if policy.keep_last is not None:
+        newest = managed[-policy.keep_last :]
+    kept = {file.path for file in newest}
     best = find_best(managed, policy.keep_best)
-    if best is not None:
-        kept.add(best.path)
+    for file in managed:
+        is_multiple = policy.keep_every is not None and file.step % policy.keep_every == 0
+        if is_multiple or file is best:
+            kept.add(file.path)
     return kept
 
 
@@ -106,18 +107,19 @@ def _completed(
     keep: Sequence[CheckpointFile], changing: Sequence[CheckpointFile], policy: RetentionPolicy
 ) -> list[CheckpointFile]:
     """Return the deltas that must not depend on their parents any longer."""
+    changing_paths = {file.path for file in changing}
     # A copy with the same identity serves as a parent just as well.
-    staying = {file.identity for file in keep if file not in changing}
-    everything = [*keep, *changing]
+    staying = {file.identity for file in keep if file.path not in changing_paths}
+    everything = by_identity([*keep, *changing])
     best = find_best([file for file in keep if file.is_managed], policy.keep_best)
     completed = []
     for file in keep:
-        if not file.parents or file in changing:
+        if not file.parents or file.path in changing_paths:
             continue
         # If a parent is missing already, there is nothing to complete it from.
         if find_root(file, everything) is None:
             continue
-        if file.parents[0] not in staying or file == best:
+        if file.parents[0] not in staying or file is best:
             completed.append(file)
     return completed
 
@@ -140,11 +142,20 @@ def find_best(files: Sequence[CheckpointFile], keep_best: BestBy | None) -> Chec
     return best
 
 
-def find_root(file: CheckpointFile, files: Sequence[CheckpointFile]) -> str | None:
-    """Return the identity of the whole checkpoint that a delta depends on in the end; None if a parent is missing."""
-    by_identity = {other.identity: other for other in files}
+def by_identity(files: Sequence[CheckpointFile]) -> dict[str, CheckpointFile]:
+    """Return files by their identity; of copies, one."""
+    return {file.identity: file for file in files}
+
+
+def find_root(file: CheckpointFile, known: Mapping[str, CheckpointFile]) -> str | None:
+    """Return the identity of the whole checkpoint that a delta depends on in the end; None if a parent is missing.
+
+    Args:
+        file: The delta, or a whole checkpoint.
+        known: The files of the folder; see `by_identity`.
+    """
     while file.parents:
-        parent = by_identity.get(file.parents[0])
+        parent = known.get(file.parents[0])
         # Parents are older than their children. Forged files could refer to each other in a circle.
         if parent is None or parent.sequence >= file.sequence:
             return None

@@ -18,7 +18,16 @@ from slipstream.checkpoint.folder import FILE_ERRORS, CheckpointFile, Checkpoint
 from slipstream.checkpoint.layout import MAX_LINKS, Ancestor
 from slipstream.checkpoint.native import SMALL_DELTA_BYTES, StoredState, rewrite_whole, write_native
 from slipstream.checkpoint.reader import NativeReader
-from slipstream.checkpoint.retention import Plan, RetentionPolicy, Tidied, apply, find_best, find_root, plan
+from slipstream.checkpoint.retention import (
+    Plan,
+    RetentionPolicy,
+    Tidied,
+    apply,
+    by_identity,
+    find_best,
+    find_root,
+    plan,
+)
 from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.checkpoint.thinning import Thin, thin_file
 from slipstream.errors import DiskFullError
@@ -220,6 +229,6 @@ def _may_be_delta(
     if parent not in todo.keep or parent in todo.thin:
         return False
     # At least one checkpoint must survive damage to the file that this one depends on in the end.
-    independent = [file for file in todo.keep if file not in (new, parent)]
-    roots = {find_root(file, others) for file in independent}
-    return bool(roots - {None, find_root(parent, others)})
+    known = by_identity(others)
+    roots = {find_root(file, known) for file in todo.keep if file not in (new, parent)}
+    return bool(roots - {None, find_root(parent, known)})
