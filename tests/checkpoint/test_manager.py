@@ -4,11 +4,13 @@ import itertools
 import logging
 import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from slipstream import (
 )
 from slipstream.checkpoint import native, series
 from slipstream.checkpoint.native import NativeFile
+from slipstream.store.container import Container
 from slipstream.store.writer import write_container
 
 
@@ -43,7 +46,7 @@ def state(step: int) -> dict[str, Any]:
 
 def large_state(step: int) -> dict[str, Any]:
     """A state with a frozen encoder, of which deltas hold only what changes."""
-    encoder = torch.linspace(0, 1, 50_000)
+    encoder = torch.linspace(0, 1, 140_000)
     weight = torch.linspace(-1, 1, 30_000) + step * 1e-7
     return {"encoder": encoder, "policy": {"weight": weight}, "step": step}
 
@@ -145,7 +148,7 @@ def test_the_best_is_kept_whatever_kind_of_number_the_metric_is(tmp_path, conver
     assert manager.steps() == [1, 3]
 
 
-@pytest.mark.parametrize("value", ["0.5", "high", [1.0], {"mean": 1}, 1j])
+@pytest.mark.parametrize("value", ["0.5", "high", [1.0], {"mean": 1}, 1j, 10**400])
 def test_a_metric_that_is_not_a_number_is_refused(tmp_path, value):
     manager = CheckpointManager(tmp_path, keep_best=("reward", "max"))
     with manager, pytest.raises(ConfigurationError, match=r"metric 'reward' is .*expected a number"):
@@ -193,7 +196,7 @@ def test_a_changed_working_directory_does_not_move_the_run(tmp_path, monkeypatch
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.parametrize("step", [5.0, 1e6, True, "5", None, -1, float("nan"), np.float32(3)])
+@pytest.mark.parametrize("step", [5.0, 1e6, True, "5", None, -1, float("nan"), np.float32(3), 10**300])
 def test_a_step_that_is_not_a_whole_number_is_refused(tmp_path, step):
     with CheckpointManager(tmp_path) as manager, pytest.raises(ConfigurationError, match="step is"):
         manager.save(step, {})
@@ -215,6 +218,8 @@ def test_a_step_may_be_any_kind_of_integer(tmp_path, step):
         {"keep_best": ("reward", "most")},
         {"keep_best": "reward"},
         {"keep_best": (3, "max")},
+        {"thin": 3},
+        {"differential": "no"},
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path, options):
@@ -782,3 +787,192 @@ def test_other_containers_in_the_folder_are_not_mistaken_for_damaged_checkpoints
     (tmp_path / "notes.slip").write_text("mine")
     assert manager.restore().step == 2
     assert not caplog.records
+
+
+# ---- what users do to folders with deltas
+
+
+def test_a_link_to_a_checkpoint_is_not_taken_for_a_copy(tmp_path):
+    """People link best.slip or latest.slip to a checkpoint."""
+    with CheckpointManager(tmp_path, keep_last=3, differential=True) as manager:
+        for step in range(10):
+            manager.save(step, large_state(step)).result()
+            link = tmp_path / f"link {step}.slip"
+            link.symlink_to(f"checkpoint_iter_{step}.slip")
+            for kept in manager.steps():
+                check_large(manager.path(kept), kept)
+    assert manager.steps() == [7, 8, 9]
+
+
+def test_saving_over_a_link_leaves_the_file_that_it_points_to(tmp_path):
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    with CheckpointManager(tmp_path / "run", thin=Thin()) as manager:
+        fill(manager, [3])
+        manager.flush()
+        manager.path(3).rename(archive / "best.slip")
+        content = (archive / "best.slip").read_bytes()
+        (tmp_path / "run" / "checkpoint_iter_3.slip").symlink_to(archive / "best.slip")
+        fill(manager, [3, 4])
+        manager.flush()
+        check(manager, 3)
+    assert (archive / "best.slip").read_bytes() == content
+
+
+def test_a_damaged_copy_of_a_parent_costs_nothing(tmp_path):
+    with CheckpointManager(tmp_path, keep_last=3, differential=True) as manager:
+        for step in range(10):
+            manager.save(step, large_state(step)).result()
+            # Sorts before and after the names that the manager gives.
+            for name in ("a copy.slip", "the copy.slip"):
+                shutil.copy(manager.path(step), tmp_path / name)
+                flip(tmp_path / name)
+            for kept in range(max(0, step - 2), step + 1):
+                check_large(tmp_path / f"checkpoint_iter_{kept}.slip", kept)
+
+
+def test_an_intact_copy_of_a_damaged_parent_is_used(tmp_path):
+    with CheckpointManager(tmp_path, keep_last=None, differential=True) as manager:
+        fill(manager, range(4), make=large_state)
+    shutil.copy(tmp_path / "checkpoint_iter_2.slip", tmp_path / "zz.slip")
+    flip(tmp_path / "checkpoint_iter_2.slip", 1000)
+    check_large(tmp_path / "checkpoint_iter_3.slip", 3)
+    assert manager.restore(2).step == 2
+
+
+def test_a_parent_that_cannot_be_read_for_a_moment_is_waited_for(tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path, keep_last=None, differential=True) as manager:
+        fill(manager, range(5), make=large_state)
+    hidden = tmp_path / "checkpoint_iter_1.slip"
+    original = Container.__init__
+
+    def fail(self: Container, path: Any, **options: Any) -> None:
+        if Path(path) == hidden:
+            raise OSError(5, "Input/output error", str(path))
+        original(self, path, **options)
+
+    with CheckpointManager(tmp_path, keep_last=2) as strict:
+        monkeypatch.setattr(Container, "__init__", fail)
+        strict.prune()
+        monkeypatch.undo()
+        for step in (3, 4):
+            check_large(tmp_path / f"checkpoint_iter_{step}.slip", step)
+        strict.prune()
+        assert strict.steps() == [3, 4]
+        for step in (3, 4):
+            check_large(tmp_path / f"checkpoint_iter_{step}.slip", step)
+
+
+def test_after_an_error_of_the_disk_a_file_is_read_again(tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path) as manager:
+        fill(manager, [7, 8])
+    reader = CheckpointManager(tmp_path)
+    original = Container.__init__
+    failing = [tmp_path / "checkpoint_iter_8.slip"]
+
+    def fail(self: Container, path: Any, **options: Any) -> None:
+        if Path(path) in failing:
+            raise OSError(5, "Input/output error", str(path))
+        original(self, path, **options)
+
+    monkeypatch.setattr(Container, "__init__", fail)
+    assert reader.latest() == 7
+    failing.clear()
+    assert reader.latest() == 8
+    reader.close()
+
+
+def test_a_number_is_not_used_again_while_its_file_cannot_be_read(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        fill(manager, [1, 2])
+        manager.flush()
+        content = manager.path(2).read_bytes()
+        manager.path(2).write_bytes(b"")
+        fill(manager, [0])
+        manager.flush()
+        (tmp_path / "checkpoint_iter_2.slip").write_bytes(content)
+        assert manager.latest() == 0
+
+
+def test_a_file_that_makes_way_replaces_no_other(tmp_path):
+    with CheckpointManager(tmp_path, keep_last=None) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step)).result()
+            manager.path(step).rename(tmp_path / "checkpoint_iter_9.slip")
+            manager.save(9, state(9)).result()
+        for step in (1, 2, 3, 9):
+            check(manager, step)
+
+
+def test_after_a_full_disk_the_next_checkpoint_depends_on_no_memory_that_was_returned(tmp_path, monkeypatch):
+    real = native.write_native
+    calls = itertools.count()
+    is_full = threading.Event()
+    has_saved = threading.Event()
+
+    def full_once(*args: Any, **options: Any) -> Any:
+        call = next(calls)
+        if call == 5:
+            raise DiskFullError(28, "cannot write: no space left")
+        if call == 6:
+            # Training saves again before the second attempt, and the pool hands out memory that is free.
+            is_full.set()
+            has_saved.wait()
+        return real(*args, **options)
+
+    monkeypatch.setattr(series, "write_native", full_once)
+    with CheckpointManager(tmp_path, keep_last=None, differential=True, max_queue_size=8) as manager:
+        for step in range(6):
+            manager.save(step, {"x": torch.linspace(-1, 1, 200_000) + step * 1e-7})
+        is_full.wait()
+        for step in range(6, 12):
+            manager.save(step, {"x": torch.linspace(-1, 1, 200_000) + step * 1e-7})
+        has_saved.set()
+    for step in range(12):
+        found = load_checkpoint(manager.path(step))["x"]
+        assert torch.equal(found, torch.linspace(-1, 1, 200_000) + step * 1e-7)
+
+
+def test_a_folder_that_is_a_file_is_an_error(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with CheckpointManager(tmp_path / "run") as manager, pytest.raises(NotADirectoryError):
+        manager.latest()
+
+
+@pytest.mark.parametrize("step", ["7", 7.0, True])
+def test_restoring_a_step_that_is_no_number_is_refused(tmp_path, step):
+    with CheckpointManager(tmp_path) as manager:
+        fill(manager, [7])
+        with pytest.raises(ConfigurationError, match="step is"):
+            manager.restore(step)
+
+
+def test_an_intact_copy_of_the_step_is_restored(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        fill(manager, [7])
+        manager.flush()
+        shutil.copy(manager.path(7), tmp_path / "backup.slip")
+        flip(tmp_path / "checkpoint_iter_7.slip", 100)
+        check(manager, 7)
+
+
+def test_a_pickled_manager_saves_whole_checkpoints(tmp_path):
+    with CheckpointManager(tmp_path, differential=True, keep_last=None) as manager:
+        fill(manager, range(3), make=large_state)
+        manager.flush()
+        series_copy = pickle.loads(pickle.dumps(manager._series))
+    assert series_copy.plan().delete == ()
+
+
+def test_polling_while_another_process_saves_never_finds_an_empty_folder(tmp_path):
+    script = LOOP.replace("100_000", "60").replace("keep_last=4", "keep_last=1")
+    fill_first = CheckpointManager(tmp_path, keep_last=1)
+    fill_first.save(0, state(0)).result()
+    fill_first.close()
+    process = subprocess.Popen([sys.executable, "-c", script, tmp_path, "1", "whole"], stdout=subprocess.DEVNULL)
+    manager = CheckpointManager(tmp_path, keep_last=None)
+    while process.poll() is None:
+        assert manager.latest() is not None
+        assert manager.restore().step >= 0
+    assert process.returncode == 0
+    manager.close()

@@ -87,12 +87,44 @@ def test_a_delta_is_completed_before_its_parent_goes():
     assert steps(planned.complete) == [3]
 
 
-def test_a_copy_of_a_parent_serves_its_children_as_well():
+def test_a_copy_of_a_parent_is_not_relied_on_because_it_may_be_damaged():
     parent = file(1)
     copy = CheckpointFile(Path("backup.slip"), 1, 1, {}, parent.identity)
     planned = plan([parent, copy, delta(2, parent), file(3)], RetentionPolicy(keep_last=2))
     assert steps(planned.delete) == [1]
-    assert planned.complete == ()
+    assert steps(planned.complete) == [2]
+
+
+def test_copies_of_a_checkpoint_count_as_one():
+    first = file(3)
+    copies = [CheckpointFile(Path(f"checkpoint_iter_{n}.slip"), 3, 3, {}, first.identity) for n in (7, 8)]
+    planned = plan([file(1), file(2), first, *copies], RetentionPolicy(keep_last=3))
+    assert planned.delete == ()
+
+
+def test_what_was_just_written_is_kept_even_if_others_claim_to_be_newer():
+    new = file(1, 1)
+    planned = plan([new, file(2, 100), file(3, 101)], RetentionPolicy(keep_last=1), just_written=new.path)
+    assert new in planned.keep
+    assert steps(planned.delete) == [2]
+
+
+def test_what_is_left_of_the_parents_of_a_delta_stays_while_one_is_missing():
+    first, second = file(1), delta(2, file(1))
+    third = delta(3, second)
+    # The first cannot be read for a moment.
+    planned = plan([second, third, file(4)], RetentionPolicy(keep_last=2))
+    assert planned.delete == ()
+    again = plan([first, second, third, file(4)], RetentionPolicy(keep_last=2))
+    assert steps(again.delete) == [1, 2]
+    assert steps(again.complete) == [3]
+
+
+@pytest.mark.parametrize("reward", [10**400, -(10**400)])
+def test_a_number_that_is_too_large_is_never_the_best(reward):
+    found = find_best([file(1, reward=reward), file(2, reward=1)], ("reward", "max"))
+    assert found is not None
+    assert found.step == 2
 
 
 def test_a_delta_is_completed_before_its_parent_is_thinned():

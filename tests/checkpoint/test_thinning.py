@@ -110,7 +110,19 @@ def test_a_checkpoint_with_nothing_to_remove_is_marked_so_that_it_is_not_tried_a
 
 
 @pytest.mark.parametrize(
-    "options", [{"keep_full": 0}, {"keep_full": -1}, {"drop": "optimizer"}, {"dtype": torch.int8}], ids=str
+    "options",
+    [
+        {"keep_full": 0},
+        {"keep_full": -1},
+        {"drop": "optimizer"},
+        {"drop": (3,)},
+        {"drop": 3},
+        {"dtype": torch.int8},
+        {"dtype": torch.float8_e4m3fn},
+        {"dtype": torch.float8_e8m0fnu},
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
 )
 def test_settings_that_cannot_work_are_refused(options):
     with pytest.raises(ConfigurationError, match="expected"):
@@ -128,3 +140,24 @@ def test_a_damaged_file_is_not_replaced(tmp_path):
     assert path.read_bytes() == content
     with pytest.raises(ValueError, match="damaged"):
         load_checkpoint(path)
+
+
+def test_items_of_a_list_are_dropped_by_their_original_positions(tmp_path):
+    parts = [adam().state_dict(), adam().state_dict(), torch.ones(3), adam().state_dict(), "x"]
+    left, said = thinned(tmp_path / "c.slip", {"parts": parts})
+    assert torch.equal(left["parts"][0], torch.ones(3))
+    assert left["parts"][1:] == ["x"]
+    assert said == ("without parts/0", "without parts/1", "without parts/3")
+
+
+def test_branches_with_the_same_printed_name_are_both_dropped(tmp_path):
+    state = {
+        "a/b": adam().state_dict(),
+        "a": {"b": adam().state_dict()},
+        0: adam().state_dict(),
+        "0": adam().state_dict(),
+    }
+    left, said = thinned(tmp_path / "c.slip", state)
+    assert left == {"a": {}}
+    assert len(said) == 4
+    assert load_checkpoint(tmp_path / "c.slip") == {"a": {}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ from slipstream.checkpoint.reader import NativeReader
 from slipstream.errors import CorruptFileError, FormatVersionError
 
 SUFFIX = ".slip"
-_MANAGED_NAME = re.compile(r"checkpoint_iter_\d+(_\d+)?\.slip")
+# The second form is for a file that had to make way for another of the same name.
+_MANAGED_NAME = re.compile(r"checkpoint_iter_[0-9]+(\.replaced-[0-9]+)?\.slip")
+# How often to list a folder again if files vanish between listing and opening them.
+_ATTEMPTS = 10
 
 # What may go wrong with one file without affecting the others.
 FILE_ERRORS = (OSError, CorruptFileError, FormatVersionError)
@@ -31,6 +34,7 @@ class CheckpointFile:
         path: The file. It may have been renamed.
         step: The step it was saved with.
         sequence: Its number among all saves into the folder: the order of time, whatever the steps are.
+        time: When it was saved, in seconds. Orders saves of the same number, which should not exist.
         metrics: The metrics it was saved with.
         identity: The same for all copies of it, and for every way to store it.
         parents: The identities of the checkpoints that it is stored against, nearest first; empty if it is whole.
@@ -44,16 +48,18 @@ class CheckpointFile:
     identity: str
     parents: tuple[str, ...] = ()
     thinned: tuple[str, ...] = ()
+    time: float = 0.0
+    is_link: bool = False
 
     @property
     def is_managed(self) -> bool:
-        """Whether retention may delete it. Files that a user renamed are the user's."""
-        return _has_managed_name(self.path)
+        """Whether retention may delete it. Files that a user renamed or linked are the user's."""
+        return has_managed_name(self.path) and not self.is_link
 
     @property
-    def order(self) -> tuple[int, bool, str]:
+    def order(self) -> tuple[int, float, bool, str]:
         """Sorts files by the time of their save; of copies, the one that still has its name comes last."""
-        return self.sequence, self.is_managed, self.path.name
+        return self.sequence, self.time, self.is_managed, self.path.name
 
 
 class CheckpointFolder:
@@ -89,59 +95,90 @@ class CheckpointFolder:
         return found
 
     def _read(self) -> dict[Path, CheckpointFile | Exception]:
+        """Look at every file. If one is deleted meanwhile, there may be a newer one, so look again."""
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return self._read_once()
+            except FileNotFoundError:
+                continue
+        return self._read_once(skip_missing=True)
+
+    def _read_once(self, *, skip_missing: bool = False) -> dict[Path, CheckpointFile | Exception]:
         """Look at every file; opens only those that are new or have changed."""
         known: dict[tuple[Any, ...], CheckpointFile | Exception] = {}
         found: dict[Path, CheckpointFile | Exception] = {}
         for path in self._candidates():
             try:
                 status = path.stat()
-            except OSError as error:
-                # A dangling link, or a file that was deleted a moment ago.
-                if _has_managed_name(path):
-                    found[path] = error
+                # The time of change, too: other permissions may make a file readable.
+                key = (path.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+                description = self._known.get(key) or _describe(path)
+            except FileNotFoundError as error:
+                if path.is_symlink():
+                    description = error
+                elif skip_missing:
+                    continue
+                else:
+                    raise
+            except FILE_ERRORS as error:
+                # An error that is kept must not keep the frames that raised it.
+                description = error.with_traceback(None)
+            if isinstance(description, Exception) and not has_managed_name(path):
+                # Rollouts and other files may be in the folder, too.
                 continue
-            # The time of change, too: other permissions may make a file readable.
-            key = (path.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-            description = self._known.get(key) or _describe(path)
-            if description is not None:
+            if description is None:
+                continue
+            found[path] = description
+            # A disk may recover from an error, but a damaged file stays damaged until it is replaced.
+            if not isinstance(description, OSError):
                 known[key] = description
-                found[path] = description
         self._known = known
         return found
 
-    def _candidates(self) -> Iterable[Path]:
+    def _candidates(self) -> list[Path]:
+        """Return the files that may be checkpoints, without links to others of them."""
         try:
-            return sorted(self.path.glob(f"*{SUFFIX}"))
+            everything = sorted(self.path.iterdir())
         except FileNotFoundError:
-            return ()
+            return []
+        return [path for path in everything if path.name.endswith(SUFFIX) and not _is_alias(path)]
 
 
-def _has_managed_name(path: Path) -> bool:
+def _is_alias(path: Path) -> bool:
+    """Return whether a path is a link to a file of the same folder, such as ``latest.slip``."""
+    if not path.is_symlink():
+        return False
+    target = Path(os.path.realpath(path))
+    return target.parent == Path(os.path.realpath(path.parent)) and target.exists()
+
+
+def has_managed_name(path: Path) -> bool:
+    """Return whether a manager may have given a file its name."""
     return _MANAGED_NAME.fullmatch(path.name) is not None
 
 
-def _describe(path: Path) -> CheckpointFile | Exception | None:
-    """Return what a file says about itself, or why it cannot be read; None if it is intact and no manager wrote it."""
-    try:
-        with NativeReader(path) as file:
-            metadata = file.metadata
-            header = file.header
-    except FileNotFoundError:
-        return None
-    except FILE_ERRORS as error:
-        # Rollouts and other files may be in the folder, too.
-        if not _has_managed_name(path):
-            return None
-        # An error that is kept must not keep the frames that raised it.
-        return error.with_traceback(None)
+def _describe(path: Path) -> CheckpointFile | None:
+    """Return what a file says about itself; None if it is intact and no manager wrote it.
+
+    Raises:
+        OSError: If it cannot be opened.
+        CorruptFileError: If it is damaged, or something else.
+        FormatVersionError: If another version of the format wrote it.
+    """
+    with NativeReader(path) as file:
+        metadata = file.metadata
+        header = file.header
     if header.sequence is None or not isinstance(metadata, dict):
         return None
     step = metadata.get("step")
     metrics = metadata.get("metrics")
-    if type(step) is not int or not isinstance(metrics, dict):
+    time = metadata.get("time")
+    if type(step) is not int or not isinstance(metrics, dict) or not isinstance(time, float):
         return None
     parents = tuple(parent.identity for parent in header.parents)
-    return CheckpointFile(path, step, header.sequence, metrics, header.identity, parents, header.thinned)
+    return CheckpointFile(
+        path, step, header.sequence, metrics, header.identity, parents, header.thinned, time, path.is_symlink()
+    )
 
 
 def no_checkpoint(folder: Path, problem: str = "no checkpoint in folder") -> FileNotFoundError:

@@ -27,6 +27,7 @@ TABLE = "regions"
 MAX_LINKS = 16
 """How many parents a checkpoint may have. Reading a delta decodes each of them."""
 
+_MAX_SEQUENCE = (1 << 63) - 1
 # Entry, start, number of bytes, and the digest in two halves.
 _NUM_COLUMNS = 5
 # Sums of two such sizes fit into a signed 64-bit integer.
@@ -93,7 +94,7 @@ class Header:
         if version != VERSION or isinstance(version, bool):
             raise FormatVersionError(f"has checkpoint version {str(version)[:40]}, this release reads {VERSION}")
         sequence = document.get("sequence")
-        if sequence is not None and (type(sequence) is not int or sequence < 0):
+        if sequence is not None and (type(sequence) is not int or not 0 <= sequence <= _MAX_SEQUENCE):
             raise CorruptFileError(f"its sequence number is {str(sequence)[:40]!r}, expected a whole number")
         header = cls(
             identity=_parse_text(document.get("identity"), "identity"),
@@ -101,7 +102,7 @@ class Header:
             same=frozenset(_parse_names(document.get("same", []), "same")),
             parents=_parse_parents(document.get("parents", [])),
             sequence=sequence,
-            thinned=_parse_names(document.get("thinned", []), "thinned"),
+            thinned=_parse_texts(document.get("thinned", []), "thinned"),
         )
         if not header.same <= set(header.entries) or (header.same and not header.parents):
             raise CorruptFileError("it refers to entries of a parent that it does not have")
@@ -114,14 +115,19 @@ def _parse_text(value: Json, name: str) -> str:
     return value
 
 
-def _parse_names(values: Json, name: str) -> tuple[str, ...]:
+def _parse_texts(values: Json, name: str) -> tuple[str, ...]:
     if not isinstance(values, list):
         raise CorruptFileError(f"its {name} are {str(values)[:40]!r}, expected a list")
     for value in values:
         _parse_text(value, name)
-    if len(set(values)) != len(values):
-        raise CorruptFileError(f"its {name} contain a name twice")
     return tuple(values)
+
+
+def _parse_names(values: Json, name: str) -> tuple[str, ...]:
+    names = _parse_texts(values, name)
+    if len(set(names)) != len(names):
+        raise CorruptFileError(f"its {name} contain a name twice")
+    return names
 
 
 def _parse_parents(values: Json) -> tuple[Ancestor, ...]:

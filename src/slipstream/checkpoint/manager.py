@@ -11,13 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import numpy as np
 import torch
 
 from slipstream.checkpoint.folder import FILE_ERRORS, CheckpointFile, CheckpointFolder, no_checkpoint
 from slipstream.checkpoint.load import move
 from slipstream.checkpoint.native import NativeFile, encode_metadata
-from slipstream.checkpoint.retention import Plan, RetentionPolicy, find_best
+from slipstream.checkpoint.retention import Plan, RetentionPolicy, as_number, find_best
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.checkpoint.series import Series
 from slipstream.checkpoint.thinning import Thin
@@ -28,6 +27,11 @@ from slipstream.store.handle import Handle
 from slipstream.store.worker import Policy
 
 logger = logging.getLogger(__name__)
+
+# The digits are part of a file name.
+_MAX_STEP = (1 << 63) - 1
+# How often to look again if files vanish while they are read.
+_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,11 @@ class CheckpointManager:
                 require_count(name, value)
         if keep_best is not None:
             _check_keep_best(keep_best)
+        if thin is not None and not isinstance(thin, Thin):
+            raise ConfigurationError(f"thin is {thin!r}, expected a Thin or None")
+        for name, flag in (("differential", differential), ("compress", compress)):
+            if not isinstance(flag, bool):
+                raise ConfigurationError(f"{name} is {flag!r}, expected True or False")
         keep_full = None
         if thin is not None:
             keep_full = thin.keep_full
@@ -136,7 +145,7 @@ class CheckpointManager:
             UnsupportedStateError: If state or metrics contain something that cannot be stored. Names the key.
             BackgroundError: If an earlier save failed and its error was not retrieved.
         """
-        step = require_count("step", step, least=0)
+        step = require_count("step", step, 0, _MAX_STEP)
         metadata = encode_metadata({"step": step, "metrics": dict(metrics or {}), "time": time.time()})
         self._check_best_metric(unflatten(metadata["metrics"], []))
         return self.saver.save(state, self._files.name_for(step), self._series, metadata)
@@ -194,8 +203,15 @@ class CheckpointManager:
         except BackgroundError as error:
             logger.warning("%s; restoring what is on disk", error)
         if step is not None:
-            return self._read(self._require(step), device, keys)
-        return self._read_newest(device, keys)
+            step = require_count("step", step, 0, _MAX_STEP)
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return self._read_newest(step, device, keys)
+            except FileNotFoundError:
+                # Another process may have deleted what was listed, and there may be a newer one.
+                if not self._files.scan():
+                    raise
+        return self._read_newest(step, device, keys)
 
     def flush(self, timeout: float | None = None) -> None:
         """Block until every save so far is durable."""
@@ -250,7 +266,7 @@ class CheckpointManager:
         if metric in metrics:
             self._best_metric_seen = True
             value = metrics[metric]
-            if value is not None and not isinstance(value, (int, float, np.number)):
+            if value is not None and as_number(value) is None:
                 raise ConfigurationError(f"metric {metric!r} is {value!r}, expected a number to choose the best by")
         elif metrics and not self._best_metric_seen:
             # Later saves may leave it out, if it is not measured every time. A name that never occurs is a mistake.
@@ -259,48 +275,59 @@ class CheckpointManager:
                 f"{metric!r}: None if it was not measured yet"
             )
 
-    def _require(self, step: int) -> CheckpointFile:
-        file = self._files.find(step)
-        if file is not None:
-            return file
-        path = self._files.name_for(step)
-        problem = self._files.unreadable().get(path)
-        if problem is not None:
-            raise CorruptFileError(f"no checkpoint of step {step} can be read ({problem})") from problem
-        known = ", ".join(map(str, self.steps())) or "none"
-        raise no_checkpoint(path, f"no checkpoint of step {step}, the folder has {known}")
-
-    def _read_newest(self, device: str | torch.device, keys: str | Collection[Any] | None) -> Restored:
-        """Read the newest checkpoint that can be read."""
+    def _read_newest(
+        self, step: int | None, device: str | torch.device, keys: str | Collection[Any] | None
+    ) -> Restored:
+        """Read the newest checkpoint that can be read: of a step, or of all."""
         files = self._files.scan()
         problems = self._files.unreadable()
-        for problem in problems.values():
-            logger.warning("skipping a checkpoint: %s", problem)
-        first_failure: Exception | None = next(iter(problems.values()), None)
+        failures = list(problems.values())
+        if step is not None:
+            files = [file for file in files if file.step == step]
+            failures = []
+            # Only its name tells which step a file was, if nothing else can be read.
+            if self._files.name_for(step) in problems:
+                failures.append(problems[self._files.name_for(step)])
         for file in reversed(files):
             try:
                 restored = self._read(file, device, keys)
             except FILE_ERRORS as error:
-                logger.warning("skipping a checkpoint: %s", error)
-                first_failure = first_failure or error
+                failures.append(error)
                 continue
-            if first_failure is not None:
+            for failure in failures:
+                logger.warning("skipping a checkpoint: %s", failure)
+            if failures:
                 logger.warning("restored step %d from %s, the newest that is intact", file.step, file.path)
             return restored
-        if first_failure is not None:
-            count = len(files) + len(problems)
-            raise CorruptFileError(f"{self.folder}: none of its {count} checkpoints is intact") from first_failure
-        raise no_checkpoint(self.folder)
+        raise self._nothing_to_restore(step, failures)
 
     def _read(self, file: CheckpointFile, device: str | torch.device, keys: str | Collection[Any] | None) -> Restored:
         try:
             return _load(file, device, keys)
         except FILE_ERRORS:
             # Another process may have made it whole and deleted its parent while it was read here.
-            again = self._files.find(file.step)
-            if again is None or again == file:
-                raise
-            return _load(again, device, keys)
+            for other in self._files.scan():
+                if other.identity == file.identity and other != file:
+                    return _load(other, device, keys)
+            raise
+
+    def _nothing_to_restore(self, step: int | None, failures: list[Exception]) -> Exception:
+        """Return the error for a folder without an intact checkpoint."""
+        # What vanished while it was read is not damaged.
+        damaged = [failure for failure in failures if not isinstance(failure, FileNotFoundError)]
+        for failure in damaged:
+            logger.warning("skipping a checkpoint: %s", failure)
+        if not damaged and step is not None:
+            known = ", ".join(map(str, self.steps())) or "none"
+            return no_checkpoint(self.folder, f"no checkpoint of step {step}, the folder has {known}")
+        if not damaged:
+            return no_checkpoint(self.folder)
+        if step is None:
+            error = CorruptFileError(f"{self.folder}: none of its {len(damaged)} checkpoints is intact")
+        else:
+            error = CorruptFileError(f"no checkpoint of step {step} can be read ({damaged[-1]})")
+        error.__cause__ = damaged[0]
+        return error
 
 
 def _load(file: CheckpointFile, device: str | torch.device, keys: str | Collection[Any] | None) -> Restored:

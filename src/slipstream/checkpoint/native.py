@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from slipstream.checkpoint.snapshot import Snapshot
 
 # Smaller regions share an entry, because packing 256 KiB takes half as long again per byte as packing 1 MiB. If nothing
-# is packed, only the cost of an entry counts. And in a series of deltas, a tensor that does not change should not share
-# an entry with others that do.
+# is packed, only the cost of an entry counts.
 _SMALL_BYTES = 512 << 10
 _SMALL_RAW_BYTES = 64 << 10
-SMALL_DELTA_BYTES = 64 << 10
+# A delta that shares less than this with its parent is not worth the dependency.
+_MIN_SHARED_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,6 @@ def write_native(
     thinned: Sequence[str] = (),
     threads: int | None = None,
     compress: bool = True,
-    small_bytes: int = _SMALL_BYTES,
 ) -> StoredState:
     """Write a state to a file, durably and atomically; blocks until it is done.
 
@@ -127,7 +126,6 @@ def write_native(
         thinned: What was removed from the state, in words.
         threads: How many threads encode; by default one per core.
         compress: Whether to pack what is not stored against the parent.
-        small_bytes: Regions of fewer bytes share an entry. The same for all checkpoints of a series of deltas.
 
     Raises:
         UnsupportedStateError: If the state contains anything that cannot be stored as data.
@@ -135,8 +133,9 @@ def write_native(
     """
     if not isinstance(state, Flat):
         state = flatten_state(state)
+    small_bytes = _SMALL_BYTES
     if not compress:
-        small_bytes = min(small_bytes, _SMALL_RAW_BYTES)
+        small_bytes = _SMALL_RAW_BYTES
     regions = find_regions(state)
     entries = plan_entries(regions, small_bytes, compress=compress)
     table = make_table(entries)
@@ -159,32 +158,57 @@ def write_native(
     return StoredState(Path(path), raw_bytes, writer.file_bytes, header, content)
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """How an entry is stored: with a codec, against the entry of the parent, or not at all if that is the same."""
+
+    entry: PlannedEntry
+    codec: Codec | None
+    before: EntryContent | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the parent has the same entry."""
+        return self.before is not None and self.codec is None
+
+
 def _add_entries(
     writer: ContainerWriter, entries: Sequence[PlannedEntry], header: Header, parent: Parent | None
 ) -> Header:
     """Write the entries, those that a parent has by reference or as a difference. Returns the complete header."""
+    choices = [_choose(entry, parent) for entry in entries]
+    shared_bytes = sum(choice.entry.array.nbytes for choice in choices if choice.before is not None)
+    # What has little in common with its parent is better off without it.
+    if parent is not None and shared_bytes < _MIN_SHARED_BYTES:
+        parent = None
+        choices = [_choose(entry, None) for entry in entries]
     same = []
-    num_differences = 0
-    for entry in entries:
-        before = None
-        if parent is not None:
-            before = parent.find(entry.name, entry.array)
-        if before is not None and before.digests == entry.digests:
-            same.append(entry.name)
+    for choice in choices:
+        if choice.is_same:
+            same.append(choice.entry.name)
             continue
-        codec = entry.codec or choose_codec(entry.array)
-        difference = None
-        if before is not None:
-            difference = choose_difference(entry.array, before.array, codec)
-        if before is None or difference is None:
-            writer.add(entry.name, entry.array, codec)
-        else:
-            num_differences += 1
-            writer.add(entry.name, entry.array, difference, before.array)
-    # What has nothing in common with its parent is complete without it.
-    if parent is None or not (same or num_differences):
+        reference = None
+        if choice.before is not None:
+            reference = choice.before.array
+        writer.add(choice.entry.name, choice.entry.array, choice.codec, reference)
+    if parent is None:
         return header
     return Header(header.identity, header.entries, frozenset(same), parent.ancestors, header.sequence, header.thinned)
+
+
+def _choose(entry: PlannedEntry, parent: Parent | None) -> _Choice:
+    """Decide how to store an entry."""
+    before = None
+    if parent is not None:
+        before = parent.find(entry.name, entry.array)
+    if before is not None and before.digests == entry.digests:
+        return _Choice(entry, None, before)
+    codec = entry.codec or choose_codec(entry.array)
+    if before is not None:
+        difference = choose_difference(entry.array, before.array, codec)
+        if difference is not None:
+            return _Choice(entry, difference, before)
+    return _Choice(entry, codec)
 
 
 def rewrite_whole(path: str | os.PathLike[str], threads: int | None = None, *, compress: bool = True) -> int:

@@ -111,38 +111,75 @@ class NativeReader:
         if file.header.parents:
             raise CorruptFileError(f"{self.container.path}: has more than {MAX_LINKS} parents")
 
-    def open_parent(self) -> Self:
+    def open_parent(self, *, intact: bool = False) -> Self:
         """Return the checkpoint that this one is stored against, found by its identity whatever its name.
+
+        Args:
+            intact: Look for it again, and skip copies whose chunks are damaged.
 
         Raises:
             CorruptFileError: If it is not in the folder. Names all parents that are needed.
         """
-        if self._parent is None:
-            self._parent = self._find_parent()
+        if self._parent is None or intact:
+            self._parent = self._find_parent(intact=intact)
         return self._parent
 
-    def _find_parent(self) -> Self:
+    def _find_parent(self, *, intact: bool = False) -> Self:
+        """Find the parent in the folder. With `intact`, skip copies of it whose chunks are damaged."""
         wanted = self.header.parents[0]
         folder = self.container.path.parent
         hint = folder / wanted.file
         # It nearly always still has the name it had. If not, any file in the folder may be it.
         others = [path for path in sorted(folder.iterdir()) if path != hint]
+        failure: OSError | None = None
         for path in [hint, *others]:
-            if not looks_native(path):
-                continue
             try:
-                file = type(self)(path)
-            except (OSError, CorruptFileError, FormatVersionError):
-                # Damaged, deleted in the meantime, or no checkpoint. Another file may be the one.
+                file = self._open_if(path, wanted.identity)
+                if file is not None and intact:
+                    file.container.check_chunks()
+            except (FileNotFoundError, CorruptFileError, FormatVersionError):
+                # Deleted in the meantime, damaged, or no checkpoint. Another file may be the one.
                 continue
-            if file.header.identity == wanted.identity:
+            except OSError as error:
+                # A file that cannot be read now is not known to be missing.
+                failure = error
+                continue
+            if file is not None:
                 return file
-            file.close()
+        if failure is not None:
+            raise failure
         names = ", ".join(parent.file for parent in self.header.parents)
         raise CorruptFileError(
             f"{self.container.path}: contains only what changed since {wanted.file}, which is missing or damaged; "
             f"put its parents into the same folder ({names})"
         )
+
+    def _open_if(self, path: Path, identity: str) -> Self | None:
+        """Open a file if it is the checkpoint with an identity."""
+        if not looks_native(path):
+            return None
+        file = type(self)(path)
+        if file.header.identity == identity:
+            return file
+        file.close()
+        return None
+
+    def choose_intact_parents(self, max_links: int = MAX_LINKS) -> bool:
+        """Look for an intact copy of every parent, after reading has found damage.
+
+        Args:
+            max_links: How many parents to look for at most.
+
+        Returns:
+            Whether there are parents, and an intact copy of each.
+        """
+        if not self.header.parents or not max_links:
+            return False
+        try:
+            found = self.open_parent(intact=True)
+        except CorruptFileError:
+            return False
+        return not found.header.parents or found.choose_intact_parents(max_links - 1)
 
     def entry(self, name: str) -> Entry:
         """Return an entry of this file, or that of a parent if it has not changed since.
@@ -218,6 +255,15 @@ class NativeReader:
         Raises:
             CorruptFileError: If something is damaged, or a leaf does not fit its region. Names the tensor.
         """
+        try:
+            return self._read_regions(leaves, threads)
+        except CorruptFileError:
+            # There may be several copies of a parent.
+            if not self.choose_intact_parents():
+                raise
+            return self._read_regions(leaves, threads)
+
+    def _read_regions(self, leaves: Collection[tuple[Leaf, Json]], threads: int | None) -> dict[int, Bytes]:
         with naming(self.container.path):
             first_leaf = self._find_regions(leaves)
             regions = sorted(first_leaf)
@@ -238,6 +284,14 @@ class NativeReader:
         Raises:
             CorruptFileError: If it is damaged, or a parent is missing.
         """
+        try:
+            return self._read_entry(name, threads)
+        except CorruptFileError:
+            if not self.choose_intact_parents():
+                raise
+            return self._read_entry(name, threads)
+
+    def _read_entry(self, name: str, threads: int | None) -> NDArray[Any]:
         with naming(self.container.path):
             array = self.read_arrays([name], threads)[name]
             content = array.reshape(-1).view(np.uint8)
@@ -331,9 +385,13 @@ def _mismatch(what: str) -> CorruptFileError:
 
 
 def looks_native(path: Path) -> bool:
-    """Return whether a path is a regular file that begins like a container. Never raises, never blocks."""
+    """Return whether a path is a regular file that begins like a container. Never blocks.
+
+    Raises:
+        OSError: If it exists and cannot be read.
+    """
     try:
         with open_regular(path) as file:
             return file.read(len(MAGIC)) == MAGIC
-    except (OSError, CorruptFileError):
+    except (FileNotFoundError, CorruptFileError):
         return False

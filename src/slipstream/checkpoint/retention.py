@@ -63,35 +63,58 @@ class Plan:
         return lines
 
 
-def plan(files: Sequence[CheckpointFile], policy: RetentionPolicy) -> Plan:
+def plan(files: Sequence[CheckpointFile], policy: RetentionPolicy, just_written: Path | None = None) -> Plan:
     """Decide which checkpoints are kept, thinned and deleted. Pure: looks at nothing but its arguments.
 
-    The newest checkpoint is always kept. Files that a user renamed are kept, and do not count.
+    The newest checkpoint is always kept. Files that a user renamed are kept, and do not count; nor do copies of a
+    checkpoint that is kept.
 
     Args:
         files: The checkpoints of a folder, in any order.
         policy: What to keep.
+        just_written: A file to keep whatever the policy says.
     """
     ordered = sorted(files, key=lambda file: file.order)
     managed = [file for file in ordered if file.is_managed]
     kept = _kept(managed, policy)
+    if just_written is not None:
+        kept.add(just_written)
     keep = [file for file in ordered if not file.is_managed or file.path in kept]
-    delete = [file for file in managed if file.path not in kept]
     thin = _thinned([file for file in keep if file.is_managed], policy)
+    # What a delta needs stays, if the delta cannot be completed now because something else is missing. It may be back
+    # at the next save: an unreadable disk, or a file that is being copied.
+    needed = _needed_by_broken(keep, ordered)
+    delete = []
+    for file in managed:
+        if file.path not in kept and file.identity not in needed:
+            delete.append(file)  # noqa: PERF401 - a loop is easier to read
+    thin = [file for file in thin if file.identity not in needed]
     complete = _completed(keep, [*thin, *delete], policy)
     return Plan(tuple(keep), tuple(thin), tuple(delete), tuple(complete))
 
 
+def _needed_by_broken(keep: Sequence[CheckpointFile], files: Sequence[CheckpointFile]) -> set[str]:
+    """Return the identities of what is left of the parents of deltas that miss one of them."""
+    known = by_identity(files)
+    needed: set[str] = set()
+    for file in keep:
+        if file.parents and find_root(file, known) is None:
+            needed.update(file.parents)
+    return needed
+
+
 def _kept(managed: Sequence[CheckpointFile], policy: RetentionPolicy) -> set[Path]:
     """Return the files that some rule keeps; `managed` is in the order of saves."""
-    newest = managed
+    # Several copies of a checkpoint count as one.
+    newest = list(dict.fromkeys(file.identity for file in reversed(managed)))
     if policy.keep_last is not None:
-        newest = managed[-policy.keep_last :]
-    kept = {file.path for file in newest}
+        newest = newest[: policy.keep_last]
+    identities = set(newest)
     best = find_best(managed, policy.keep_best)
+    kept = set()
     for file in managed:
         is_multiple = policy.keep_every is not None and file.step % policy.keep_every == 0
-        if is_multiple or file is best:
+        if file.identity in identities or is_multiple or file is best:
             kept.add(file.path)
     return kept
 
@@ -108,8 +131,8 @@ def _completed(
 ) -> list[CheckpointFile]:
     """Return the deltas that must not depend on their parents any longer."""
     changing_paths = {file.path for file in changing}
-    # A copy with the same identity serves as a parent just as well.
-    staying = {file.identity for file in keep if file.path not in changing_paths}
+    # Even if a copy of it stays: the copy may be damaged.
+    changing_identities = {file.identity for file in changing}
     everything = by_identity([*keep, *changing])
     best = find_best([file for file in keep if file.is_managed], policy.keep_best)
     completed = []
@@ -119,7 +142,7 @@ def _completed(
         # If a parent is missing already, there is nothing to complete it from.
         if find_root(file, everything) is None:
             continue
-        if file.parents[0] not in staying or file is best:
+        if file.parents[0] in changing_identities or file is best:
             completed.append(file)
     return completed
 
@@ -133,13 +156,23 @@ def find_best(files: Sequence[CheckpointFile], keep_best: BestBy | None) -> Chec
     best = None
     best_value = -math.inf
     for file in sorted(files, key=lambda file: file.order):
-        value = file.metrics.get(metric)
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+        value = as_number(file.metrics.get(metric))
+        if value is None or not math.isfinite(value):
             continue
         if sign * value >= best_value:
             best = file
             best_value = sign * value
     return best
+
+
+def as_number(value: object) -> float | None:
+    """Return a metric as a float; None if it is not a number, or too large to be one."""
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def by_identity(files: Sequence[CheckpointFile]) -> dict[str, CheckpointFile]:

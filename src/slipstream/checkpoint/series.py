@@ -7,7 +7,9 @@ threads and processes from changing the folder at the same time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 from slipstream.checkpoint.delta import Parent
 from slipstream.checkpoint.folder import FILE_ERRORS, CheckpointFile, CheckpointFolder
 from slipstream.checkpoint.layout import MAX_LINKS, Ancestor
-from slipstream.checkpoint.native import SMALL_DELTA_BYTES, StoredState, rewrite_whole, write_native
+from slipstream.checkpoint.native import StoredState, rewrite_whole, write_native
 from slipstream.checkpoint.reader import NativeReader
 from slipstream.checkpoint.retention import (
     Plan,
@@ -52,12 +54,6 @@ class _Previous:
     stored: StoredState
     snapshot: Snapshot
 
-    @property
-    def ancestors(self) -> tuple[Ancestor, ...]:
-        """What a delta to it is stored against."""
-        header = self.stored.header
-        return (Ancestor(header.identity, self.stored.path.name), *header.parents)
-
 
 class Series:
     """Writes snapshots into a folder and applies the retention policy. A `CheckpointFormat`.
@@ -90,6 +86,7 @@ class Series:
         self._compress = compress
         self._differential = differential
         self._previous: _Previous | None = None
+        self._last_sequence = 0
         self.num_failures = 0
 
     def check(self, tree: Tree) -> None:
@@ -98,18 +95,19 @@ class Series:
     def write(self, path: Path, snapshot: Snapshot, metadata: Json) -> StoredState:
         """Write a snapshot, and tidy up the folder; see `CheckpointFormat`."""
         with self._locked():
-            self._make_way(path, metadata["step"])
             files = self._files.scan()
-            sequence = max((file.sequence for file in files), default=0) + 1
+            self._make_way(path, metadata["step"], files)
+            sequence = self._next_sequence(files)
             parent = self._find_parent(files, path, sequence, metadata)
             try:
                 stored = self._store(path, snapshot, metadata, parent, sequence)
             except DiskFullError as error:
                 logger.warning("%s; cleaning up and trying once more", error)
-                self._clean_up()
-                stored = self._store(path, snapshot, metadata, parent, sequence)
+                self._clean_up(path)
+                # Without the parent: its memory has been returned.
+                stored = self._store(path, snapshot, metadata, None, sequence)
             self._remember(stored, snapshot)
-            self._tidy()
+            self._tidy_after(path)
         return stored
 
     def plan(self) -> Plan:
@@ -119,7 +117,7 @@ class Series:
     def tidy(self) -> Tidied:
         """Apply the retention policy now."""
         with self._locked():
-            return self._tidy()
+            return self._carry_out(self.plan())
 
     def forget_parent(self) -> None:
         """Free the memory of the previous checkpoint. The next one is whole. Idempotent."""
@@ -127,6 +125,17 @@ class Series:
         self._previous = None
         if previous is not None:
             previous.snapshot.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled series starts with a whole checkpoint: memory of a pool cannot be pickled.
+        return {**vars(self), "_previous": None}
+
+    def _next_sequence(self, files: Sequence[CheckpointFile]) -> int:
+        """Return the number of the next save: above all that are in the folder, and all that were."""
+        # A file may be unreadable for a moment. Its number must not be used again.
+        highest = max((file.sequence for file in files), default=0)
+        self._last_sequence = max(self._last_sequence, highest) + 1
+        return self._last_sequence
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -144,42 +153,49 @@ class Series:
     def _store(
         self, path: Path, snapshot: Snapshot, metadata: Json, parent: Parent | None, sequence: int
     ) -> StoredState:
-        options: dict[str, Any] = {"threads": background_threads(), "compress": self._compress}
-        if self._differential:
-            options["small_bytes"] = SMALL_DELTA_BYTES
         try:
-            return write_native(path, snapshot.flat(), metadata, parent, sequence=sequence, **options)
+            return write_native(
+                path,
+                snapshot.flat(),
+                metadata,
+                parent,
+                sequence=sequence,
+                threads=background_threads(),
+                compress=self._compress,
+            )
         except BaseException:
             # Whatever went wrong, the next checkpoint depends on nothing that was written before.
             self.forget_parent()
             raise
 
-    def _make_way(self, path: Path, step: int) -> None:
-        """Prepare for a file to be replaced. Others may be stored against it, or it may be another step's."""
-        files = self._files.scan()
+    def _make_way(self, path: Path, step: int, files: Sequence[CheckpointFile]) -> None:
+        """Rename the file that is about to be replaced, if it is more than an older checkpoint of the same step."""
+        # A link points to a file somewhere else, which is the user's.
+        is_in_use = path.is_symlink()
         for old in files:
             if old.path != path:
                 continue
             children = tuple(file for file in files if old.identity in file.parents[:1])
-            stuck = apply(Plan(keep=children, complete=children), self._complete, self._thin_one).failures
-            if stuck or old.step != step:
-                # Children find their parent by identity, whatever its name. Retention deletes it in its turn.
-                path.rename(path.with_name(f"{path.stem}_{old.sequence}{path.suffix}"))
+            tidied = self._carry_out(Plan(keep=children, complete=children))
+            # A file of another step was renamed by the user.
+            is_in_use = is_in_use or bool(tidied.failures) or old.step != step
+        if is_in_use:
+            # Children find their parent by identity, whatever its name. Retention deletes it in its turn.
+            with translate_errors(path):
+                path.rename(_free_name(path))
 
     def _find_parent(self, files: Sequence[CheckpointFile], path: Path, sequence: int, metadata: Json) -> Parent | None:
         """Return what to store the next checkpoint against, or None if it has to be whole."""
         previous = self._previous
-        if not self._differential or previous is None or len(previous.ancestors) > MAX_LINKS:
+        if not self._differential or previous is None or len(previous.stored.header.parents) >= MAX_LINKS:
             return None
-        identity = previous.stored.header.identity
-        parent_file = None
-        for file in files:
-            if file.identity == identity and file.path != path:
-                parent_file = file
+        parent_file = _find_written(previous.stored, [file for file in files if file.path != path])
         if parent_file is None:
             return None
+        # The name under which it is verified below, and where a reader looks first.
+        ancestors = (Ancestor(parent_file.identity, parent_file.path.name), *previous.stored.header.parents)
         others = [file for file in files if file.path != path]
-        parents = tuple(ancestor.identity for ancestor in previous.ancestors)
+        parents = tuple(ancestor.identity for ancestor in ancestors)
         metrics = unflatten(metadata["metrics"], [])
         new = CheckpointFile(path, metadata["step"], sequence, metrics, "new", parents)
         if not _may_be_delta(new, parent_file, others, self._policy):
@@ -191,7 +207,7 @@ class Series:
         except FILE_ERRORS as error:
             logger.warning("%s; the next checkpoint does not refer to it", error)
             return None
-        return Parent(previous.ancestors, previous.stored.content)
+        return Parent(ancestors, previous.stored.content)
 
     def _remember(self, stored: StoredState, snapshot: Snapshot) -> None:
         """Keep the memory of a checkpoint, so that the next one can be compared with it."""
@@ -200,13 +216,21 @@ class Series:
             snapshot.retain()
             self._previous = _Previous(stored, snapshot)
 
-    def _clean_up(self) -> None:
+    def _clean_up(self, path: Path) -> None:
         """Delete what nobody needs, after the disk was full."""
         sweep(self._files.path)
-        self._tidy()
+        self._tidy_after(path)
 
-    def _tidy(self) -> Tidied:
-        tidied = apply(self.plan(), self._complete, self._thin_one)
+    def _tidy_after(self, path: Path) -> None:
+        """Apply the retention policy after a save, which must not fail for that."""
+        try:
+            self._carry_out(plan(self._files.scan(), self._policy, just_written=path))
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong here, the checkpoint is saved
+            self.num_failures += 1
+            logger.warning("cannot tidy up %s, will try again at the next save: %s", self._files.path, error)
+
+    def _carry_out(self, todo: Plan) -> Tidied:
+        tidied = apply(todo, self._complete, self._thin_one)
         self.num_failures += len(tidied.failures)
         return tidied
 
@@ -216,6 +240,26 @@ class Series:
     def _thin_one(self, file: CheckpointFile) -> None:
         if self._thin is not None:
             thin_file(file.path, self._thin, background_threads(), compress=self._compress)
+
+
+def _find_written(stored: StoredState, files: Sequence[CheckpointFile]) -> CheckpointFile | None:
+    """Return the file of a checkpoint that was written before, preferably under the name it was written to."""
+    found = None
+    for file in files:
+        if file.identity != stored.header.identity:
+            continue
+        if found is None or file.path == stored.path:
+            found = file
+    return found
+
+
+def _free_name(path: Path) -> Path:
+    """Return an unused name for a file that has to make way."""
+    for number in itertools.count(1):
+        candidate = path.with_name(f"{path.stem}.replaced-{number}{path.suffix}")
+        if not os.path.lexists(candidate):
+            return candidate
+    raise AssertionError("unreachable")
 
 
 def _may_be_delta(

@@ -25,6 +25,7 @@ from slipstream.text import plural
 # Smaller tensors are counters and statistics: rounding them saves nothing and may matter.
 _MIN_ELEMENTS = 1024
 _OPTIMIZER_KEYS = {"state", "param_groups"}
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ class Thin:
 
     def __post_init__(self) -> None:
         require_count("keep_full", self.keep_full)
-        if isinstance(self.drop, str):
-            raise ConfigurationError(f"drop is {self.drop!r}, expected a tuple of names such as ({self.drop!r},)")
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ConfigurationError(f"dtype is {self.dtype}, expected a floating-point dtype such as torch.bfloat16")
+        if self.drop is not None and not _are_names(self.drop):
+            raise ConfigurationError(f"drop is {self.drop!r}, expected a tuple of names such as ('optimizer',)")
+        # Others have too small a range, or no sign.
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise ConfigurationError(f"dtype is {self.dtype!r}, expected one of {', '.join(map(str, _DTYPES))}")
 
 
 def thin_file(
@@ -66,17 +68,15 @@ def thin_file(
         CorruptFileError: If the file or a parent of it is damaged.
         WriteError: If the file cannot be written.
     """
-    thinned = []
+    thinned: list[str] = []
     with NativeFile(path) as file:
         metadata = file.container.values.get("metadata")
         sequence = file.header.sequence
-        structure = file.structure
-        for key in _branches_to_drop(structure, thin):
-            smaller = drop_keys(structure, [key])
-            if smaller != structure:
-                thinned.append(f"without {_describe(key)}")
-            structure = smaller
-        flat = file.flat(structure)
+        keys = _branches_to_drop(file.structure, thin)
+        matching = [key for key in keys if drop_keys(file.structure, [key]) != file.structure]
+        thinned += [f"without {_describe(key)}" for key in matching]
+        # All at once: one by one, the positions of the others in a list would change.
+        flat = file.flat(drop_keys(file.structure, keys))
     if thin.dtype is not None:
         flat, num_converted = _convert(flat, thin.dtype)
         if num_converted:
@@ -106,6 +106,11 @@ def _find_optimizers(value: Any, key: Key) -> Iterator[Key]:
     elif isinstance(value, (list, tuple)):
         for position, member in enumerate(value):
             yield from _find_optimizers(member, (*key, position))
+
+
+def _are_names(drop: Any) -> bool:
+    """Return whether `drop` is a tuple or list of strings. A string itself would be read letter by letter."""
+    return isinstance(drop, (tuple, list)) and all(isinstance(name, str) for name in drop)
 
 
 def _describe(key: str | Key) -> str:
