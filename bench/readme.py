@@ -75,6 +75,9 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
     def packed(name: str) -> str:
         return tables.cell("checkpoint", name, "of raw", under="**One full checkpoint**")
 
+    def disk(name: str) -> str:
+        return tables.cell("checkpoint", name, "1 step apart, half of the layers frozen", under="**Disk**")
+
     def rollout(name: str) -> str:
         return tables.cell("rollout", name, "ratio")
 
@@ -107,9 +110,9 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
         ),
         ("Its size, of raw", packed("slipstream"), peers(packed, same("pcodec", "ZipNN", "zstd-3")), "checkpoint"),
         (
-            "Ten of them a step apart, of raw",
-            tables.cell("checkpoint", "1", "all ten, of raw", under="**Ten checkpoints**"),
-            peers(lambda row: saver(row, "of raw"), same("torch.save", "Orbax")),
+            "The five newest of 50 on disk, half of the layers frozen",
+            f"{disk('slipstream CheckpointManager')}, differential {disk('slipstream CheckpointManager(d')} MB",
+            peers(disk, same("torch.save", "Orbax"), " MB"),
             "checkpoint",
         ),
         (

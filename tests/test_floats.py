@@ -60,7 +60,7 @@ def test_the_thread_is_as_before_after_an_error():
 
 def denormal_states() -> list[Any]:
     """Return two states of denormal numbers that differ in their last bits."""
-    bits = torch.randint(1, 1 << 20, (4000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    bits = torch.randint(1, 1 << 20, (40_000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     return [{"moments": (bits + number).view(torch.float32)} for number in range(2)]
 
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 from collections.abc import Callable
@@ -43,7 +42,8 @@ def save_torch(state: Any, file: BinaryIO) -> None:
 def load_untrusted(file: BinaryIO, device: Any) -> Any:
     """Load a checkpoint without running code from it, and compare what is loaded with its checksums.
 
-    Classes that the program has allowed with ``torch.serialization.add_safe_globals`` are loaded by torch.
+    Classes that a program allows with ``torch.serialization.add_safe_globals`` are refused as well: torch and other
+    libraries add to that list, too, so it does not say what the user trusts.
 
     Args:
         file: The file.
@@ -70,12 +70,6 @@ def load_untrusted(file: BinaryIO, device: Any) -> Any:
     try:
         return unpickler.load()
     except RefusedNameError as error:
-        # A program may allow torch to load some classes. Torch then builds those, and still runs no other code.
-        if torch.serialization.get_safe_globals():
-            archive.verify()
-            file.seek(0)
-            with contextlib.suppress(pickle.UnpicklingError):
-                return torch.load(file, map_location=device, weights_only=True, mmap=False)
         raise CorruptFileError(
             f"holds objects that only running code from the file could load, which is refused ({str(error)[:200]}); "
             "load_checkpoint(..., weights_only=False) allows it if you trust the author of the file"
