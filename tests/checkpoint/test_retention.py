@@ -100,6 +100,9 @@ def test_copies_of_a_checkpoint_count_as_one():
     copies = [CheckpointFile(Path(f"checkpoint_iter_{n}.slip"), 3, 3, {}, first.identity) for n in (7, 8)]
     planned = plan([file(1), file(2), first, *copies], RetentionPolicy(keep_last=3))
     assert planned.delete == ()
+    # Thinning changes the identity of a copy, but not which save it is of.
+    thinned = CheckpointFile(Path("checkpoint_iter_9.slip"), 3, 3, {}, "other", (), ("without optimizer",))
+    assert plan([file(1), file(2), first, thinned], RetentionPolicy(keep_last=3)).delete == ()
 
 
 def test_what_was_just_written_is_kept_even_if_others_claim_to_be_newer():

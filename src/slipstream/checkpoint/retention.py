@@ -105,16 +105,18 @@ def _needed_by_broken(keep: Sequence[CheckpointFile], files: Sequence[Checkpoint
 
 def _kept(managed: Sequence[CheckpointFile], policy: RetentionPolicy) -> set[Path]:
     """Return the files that some rule keeps; `managed` is in the order of saves."""
-    # Several copies of a checkpoint count as one.
-    newest = list(dict.fromkeys(file.identity for file in reversed(managed)))
+    # Several copies of a checkpoint count as one, thinned or not: they have the same number.
+    newest = list(dict.fromkeys(file.sequence for file in reversed(managed)))
     if policy.keep_last is not None:
         newest = newest[: policy.keep_last]
-    identities = set(newest)
+    sequences = set(newest)
     best = find_best(managed, policy.keep_best)
+    if best is not None:
+        sequences.add(best.sequence)
     kept = set()
     for file in managed:
         is_multiple = policy.keep_every is not None and file.step % policy.keep_every == 0
-        if file.identity in identities or is_multiple or file is best:
+        if file.sequence in sequences or is_multiple:
             kept.add(file.path)
     return kept
 
