@@ -285,11 +285,12 @@ def test_saving_over_a_renamed_file_keeps_it(tmp_path):
         check(manager, 2)
 
 
-def test_a_file_with_a_name_of_the_users_choice_is_never_deleted(tmp_path):
+@pytest.mark.parametrize("name", ["first.slip", "checkpoint_iter_1_2024.slip", "checkpoint_iter_\u0661.slip"])
+def test_a_file_with_a_name_of_the_users_choice_is_never_deleted(tmp_path, name):
     with CheckpointManager(tmp_path, keep_last=1) as manager:
         fill(manager, [1])
         manager.flush()
-        shutil.copy(manager.path(1), tmp_path / "first.slip")
+        shutil.copy(manager.path(1), tmp_path / name)
         fill(manager, [2, 3])
     assert manager.steps() == [1, 3]
     check(manager, 1)

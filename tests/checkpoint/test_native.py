@@ -315,6 +315,7 @@ def test_a_table_of_regions_that_lies_is_refused(tmp_path, rows):
         {"parents": {"id": 1}},
         {"parents": [["id", "x"]] * 17},
         {"sequence": -1},
+        {"sequence": 1 << 63},
         {"sequence": True},
         {"sequence": "1"},
         {"thinned": "all"},
