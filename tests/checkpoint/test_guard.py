@@ -18,10 +18,9 @@ import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from slipstream import TornStateError, tensors
+from slipstream import TornStateError
 from slipstream.checkpoint.guard import Guard
 from slipstream.checkpoint.snapshot import Snapshot, snapshot_pool, take_snapshot
-from slipstream.tensors import copy_memory
 
 # Large enough to be copied in the background.
 WIDTH = 1100
@@ -38,31 +37,6 @@ class FakePending:
     def wait_copied(self) -> None:
         self.num_waits += 1
         self._on_wait()
-
-
-class Gate:
-    """Holds up copies on other threads than this one until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._is_open = threading.Event()
-        self._caller = threading.get_ident()
-        monkeypatch.setattr(tensors, "copy_memory", self._copy)
-
-    def open(self) -> None:
-        self._is_open.set()
-
-    def _copy(self, target: int, source: int, nbytes: int) -> None:
-        if threading.get_ident() != self._caller:
-            assert self._is_open.wait(60)
-        copy_memory(target, source, nbytes)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
-    yield gate
-    # A test that failed must not leave a thread behind.
-    gate.open()
 
 
 class Net(torch.nn.Module):

@@ -33,6 +33,7 @@ from slipstream.checkpoint.snapshot import Snapshot, snapshot_pool, take_snapsho
 from slipstream.memory import Pool, aligned
 from slipstream.tensors import copy_memory
 from tests import interrupts
+from tests.checkpoint.conftest import Gate
 
 FORMATS = ["pt", "native"]
 
@@ -222,31 +223,6 @@ def test_hundreds_of_snapshots_while_every_tensor_changes_in_a_tight_loop(guarde
             for tensor in taken.state():
                 assert (tensor == expected).all(), "a torn snapshot"
             taken.release()
-
-
-class Gate:
-    """Holds up copies on other threads than this one until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._is_open = threading.Event()
-        self._caller = threading.get_ident()
-        monkeypatch.setattr(tensors, "copy_memory", self._copy)
-
-    def open(self) -> None:
-        self._is_open.set()
-
-    def _copy(self, target: int, source: int, nbytes: int) -> None:
-        if threading.get_ident() != self._caller:
-            assert self._is_open.wait(60)
-        copy_memory(target, source, nbytes)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
-    yield gate
-    # A test that failed must not leave a thread behind.
-    gate.open()
 
 
 def guarded_parameter(*sizes: int) -> tuple[torch.nn.Parameter, torch.optim.Optimizer, Guard]:

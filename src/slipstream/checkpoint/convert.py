@@ -14,7 +14,8 @@ import torch
 
 from slipstream.checkpoint.diff import diff_states
 from slipstream.checkpoint.formats import FormatName, find_format
-from slipstream.checkpoint.leaves import named_values, read_state
+from slipstream.checkpoint.leaves import named_values
+from slipstream.checkpoint.load import load_file
 from slipstream.checkpoint.native import NativeFile, write_native
 from slipstream.checkpoint.portable import PortableFormat, write_portable
 from slipstream.checks import require_choice
@@ -180,7 +181,7 @@ def _require_safetensors() -> None:
 def _read(path: Path) -> _Source:
     # Other formats have no metadata besides the state.
     if find_format(path) != "native":
-        return _Source(read_state(path))
+        return _Source(load_file(path))
     with NativeFile(path) as file:
         header = file.header
         return _Source(file.load(), file.container.values.get("metadata"), header.sequence, header.thinned)
@@ -255,7 +256,7 @@ def _describe_rest(count: int) -> list[str]:
 def _require_equal(written: Path, content: Any, target: Path) -> None:
     """Read back what was written, as any reader would, and compare it."""
     try:
-        found = read_state(written)
+        found = load_file(written)
     except (CorruptFileError, FormatVersionError) as error:
         # The temporary name means nothing to the user.
         reason = str(error).removeprefix(f"{written}: ")

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.checkpoint.leaves import is_leaf, is_storable, kind_of, named_values, read_state
+from slipstream.checkpoint.leaves import is_leaf, is_storable, kind_of, named_values
+from slipstream.checkpoint.load import load_file
 from slipstream.errors import UnsupportedStateError
 from slipstream.schema.flatten import flatten
 from slipstream.tensors import array_of, resolve
@@ -150,7 +151,7 @@ def compare_checkpoints(a: str | os.PathLike[str], b: str | os.PathLike[str]) ->
         >>> compare_checkpoints("/tmp/slipstream-doc/a.pt", "/tmp/slipstream-doc/b.pt").describe()
         ['differs: w float32[2]: 1 of 2 elements, by up to 0.5']
     """
-    return diff_states(read_state(Path(a)), read_state(Path(b)))
+    return diff_states(load_file(Path(a)), load_file(Path(b)))
 
 
 def diff_states(a: Any, b: Any) -> Changes:

@@ -344,12 +344,13 @@ def _dtype_of(leaf: Leaf) -> str:
 def _list_loaded(path: Path, found: FormatName) -> CheckpointListing:
     """List a checkpoint of another format by loading it."""
     # Imported here, because it imports torch.
-    from slipstream.checkpoint.leaves import dtype_of, memory_key, named_leaves, read_state  # noqa: PLC0415
+    from slipstream.checkpoint.leaves import dtype_of, memory_key, named_leaves  # noqa: PLC0415
+    from slipstream.checkpoint.load import load_file  # noqa: PLC0415
 
     tensors = []
     raw_bytes = 0
     seen: set[Any] = set()
-    for name, leaf in named_leaves(read_state(path)).items():
+    for name, leaf in named_leaves(load_file(path)).items():
         nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
         codec = _NONE
         # As in native files, memory that several tensors see counts once.

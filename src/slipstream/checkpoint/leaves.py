@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from slipstream.checkpoint.formats import find_format
-from slipstream.checkpoint.load import load_checkpoint
-from slipstream.checkpoint.native import NativeFile
-from slipstream.checkpoint.portable import read_portable
 from slipstream.errors import UnsupportedStateError
 from slipstream.schema.dtypes import dtype_name
 from slipstream.schema.flatten import check_storable, flatten
 from slipstream.schema.nodes import name_of
 from slipstream.tensors import TORCH
-
-
-def read_state(path: Path) -> Any:
-    """Load exactly this file; `load_checkpoint` would prefer a newer ``<path>.lz4``."""
-    found = find_format(path)
-    if found == "native":
-        with NativeFile(path) as file:
-            return file.load()
-    if found == "safetensors":
-        return load_checkpoint(path)
-    # Never runs code from the file.
-    return read_portable(path, compressed=found == "lz4", device="cpu", weights_only=True)
 
 
 def named_values(state: Any) -> dict[str, Any]:

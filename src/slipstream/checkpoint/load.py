@@ -69,11 +69,11 @@ def load_checkpoint(
     require_device(device)
     for _ in range(_ATTEMPTS - 1):
         try:
-            return _load(newest_file(Path(path)), device, keys, weights_only)
+            return load_file(newest_file(Path(path)), device, keys=keys, weights_only=weights_only)
         except FileNotFoundError:
             # Deleted after it was chosen. If there is no other file, the last attempt raises.
             continue
-    return _load(newest_file(Path(path)), device, keys, weights_only)
+    return load_file(newest_file(Path(path)), device, keys=keys, weights_only=weights_only)
 
 
 def move(state: Any, device: str | torch.device) -> Any:
@@ -102,7 +102,10 @@ def newest_file(path: Path) -> Path:
     return path
 
 
-def _load(path: Path, device: str | torch.device, keys: Keys | None, weights_only: bool) -> Any:
+def load_file(
+    path: Path, device: str | torch.device = "cpu", *, keys: Keys | None = None, weights_only: bool = True
+) -> Any:
+    """Load exactly this file, without looking for a newer ``<path>.lz4``; otherwise as `load_checkpoint`."""
     # By content: files get renamed.
     kind = find_format(path)
     if kind == "native":
@@ -136,13 +139,13 @@ def _transfer(tensor: torch.Tensor, device: str | torch.device, moved: dict[int,
 
 def _load_safetensors(path: Path, device: str | torch.device) -> Any:
     try:
-        from safetensors.torch import load_file  # noqa: PLC0415 - an extra
+        from safetensors.torch import load_file as load_tensors  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ImportError(
             f"{path}: is a safetensors file, and that package is not installed: {install_hint('safetensors')}"
         ) from error
     try:
-        return load_file(path, device=str(device))
+        return load_tensors(path, device=str(device))
     except FileNotFoundError:
         raise
     except Exception as error:

@@ -189,12 +189,12 @@ class Series:
         previous = self._previous
         if not self._differential or previous is None or len(previous.stored.header.parents) >= MAX_LINKS:
             return None
-        parent_file = _find_written(previous.stored, [file for file in files if file.path != path])
+        others = [file for file in files if file.path != path]
+        parent_file = _find_written(previous.stored, others)
         if parent_file is None:
             return None
         # The name under which it is verified below, and where a reader looks first.
         ancestors = (Ancestor(parent_file.identity, parent_file.path.name), *previous.stored.header.parents)
-        others = [file for file in files if file.path != path]
         parents = tuple(ancestor.identity for ancestor in ancestors)
         metrics = unflatten(metadata["metrics"], [])
         new = CheckpointFile(path, metadata["step"], sequence, metrics, "new", parents)

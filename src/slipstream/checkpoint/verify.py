@@ -224,9 +224,9 @@ def _find_damaged_chunks(file: NativeReader) -> list[str]:
 def _verify_loaded(path: Path, found: FormatName) -> Verification:
     """Verify a checkpoint of another format: loading compares all checksums that it has."""
     # Imported here, because it imports torch.
-    from slipstream.checkpoint.leaves import read_state  # noqa: PLC0415
+    from slipstream.checkpoint.load import load_file  # noqa: PLC0415
 
-    read_state(path)
+    load_file(path)
     return Verification(path, found, has_checksums=_has_checksums(path, found))
 
 

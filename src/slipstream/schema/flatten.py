@@ -96,8 +96,3 @@ def check_storable(tensor: Any, key: Key) -> None:
     problem = tensor_problem(tensor)
     if problem:
         raise unsupported(key, problem)
-
-
-def is_tensor(value: Any) -> bool:
-    """Return whether a value is a torch tensor of any kind, storable or not."""
-    return any((base.__module__, base.__name__) == ("torch", "Tensor") for base in type(value).__mro__)
