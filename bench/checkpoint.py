@@ -15,7 +15,8 @@ CPU times are measured without training: user and system time of the whole proce
 durable. Time spent waiting for the disk is not CPU time.
 
 A load is that of a program that has just started: freed memory is returned to the system first, so that everyone gets
-pages that were never touched.
+pages that were never touched. A save is that of a program that saves regularly: it comes after another save, which is
+not measured.
 
 Few peers flush what they write to the disk. To measure all alike, each file is flushed (fsync) here, in the background,
 as soon as its saver says that it is complete. A saver that has already done so loses nothing by it.

@@ -1,6 +1,7 @@
 """Memory that is reused: never while somebody can still see it, and never more than was promised."""
 
 import gc
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -15,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from slipstream.memory import PAGE_BYTES, Pool, aligned, scratch, scratch_scope
+from slipstream.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Pool, aligned, fresh, scratch, scratch_scope
 
 BYTES = np.dtype(np.uint8)
 
@@ -30,6 +31,35 @@ def test_aligned_memory_starts_where_it_should(nbytes, skew):
     memory = aligned(nbytes, skew=skew)
     assert memory.shape == (nbytes,)
     assert address(memory) % PAGE_BYTES == skew
+
+
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 5000, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 7 * HUGE_PAGE_BYTES // 2, 33_000_001]
+)
+def test_fresh_memory_has_the_size_that_was_asked_for_and_can_be_written(nbytes):
+    memory = fresh(nbytes)
+    assert memory.shape == (nbytes,)
+    memory[:] = 7
+    assert torch.from_numpy(memory).sum(dtype=torch.int64) == 7 * nbytes
+    assert not np.shares_memory(memory, fresh(nbytes))
+
+
+def test_fresh_memory_lives_as_long_as_any_view_of_it():
+    view = fresh(2 * HUGE_PAGE_BYTES)[:10]
+    view[:] = range(10)
+    gc.collect()
+    others = [fresh(2 * HUGE_PAGE_BYTES) for _ in range(3)]
+    for other in others:
+        other[:] = 255
+    assert view.tolist() == list(range(10))
+
+
+def test_fresh_memory_comes_from_numpy_if_there_are_no_more_mappings(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert fresh(2 * HUGE_PAGE_BYTES).shape == (2 * HUGE_PAGE_BYTES,)
 
 
 def test_a_scope_reuses_the_memory_of_the_scope_before_it():

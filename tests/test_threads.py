@@ -8,7 +8,14 @@ import weakref
 
 import pytest
 
-from slipstream.threads import Notifier, background_threads, default_threads, parallel_map, usable_cores
+from slipstream.threads import (
+    Notifier,
+    background_threads,
+    default_threads,
+    parallel_each,
+    parallel_map,
+    usable_cores,
+)
 from tests.interrupts import interruptions
 
 
@@ -90,6 +97,80 @@ def test_if_only_some_threads_can_be_started_they_do_all_the_work(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse_the_third)
     assert list(parallel_map(lambda number: number + 1, range(20), threads=5)) == list(range(1, 21))
     assert num_started == 2
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, None])
+def test_every_item_is_processed_exactly_once(threads):
+    processed: list[int] = []
+    parallel_each(processed.append, range(200), threads)
+    assert sorted(processed) == list(range(200))
+    parallel_each(processed.append, [], threads)
+    assert len(processed) == 200
+
+
+def test_the_calling_thread_works_beside_one_thread_less():
+    workers: set[int] = set()
+    together = threading.Barrier(3)
+
+    def meet(_: int) -> None:
+        workers.add(threading.get_ident())
+        together.wait(60)
+
+    parallel_each(meet, range(3), threads=3)
+    assert len(workers) == 3
+    assert threading.get_ident() in workers
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_first_failure_ends_the_loop_and_no_thread_stays(threads):
+    before = threading.active_count()
+    processed: list[int] = []
+
+    def fail_from_seven(number: int) -> None:
+        if number >= 7:
+            raise ValueError(f"item {number}")
+        processed.append(number)
+
+    with pytest.raises(ValueError, match="item 7"):
+        parallel_each(fail_from_seven, range(100_000), threads)
+    assert sorted(processed) == list(range(7))
+    assert threading.active_count() == before
+
+
+def test_a_loop_runs_on_the_calling_thread_if_no_other_can_be_started(monkeypatch):
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    processed: list[int] = []
+    parallel_each(processed.append, [1, 2, 3], threads=3)
+    assert processed == [1, 2, 3]
+
+
+def test_a_failed_loop_keeps_nothing_alive():
+    class Item:
+        pass
+
+    def fail(_: Item) -> None:
+        raise ValueError("no")
+
+    items = [Item(), Item(), Item()]
+    references = [weakref.ref(item) for item in items]
+    with pytest.raises(ValueError, match="no"):
+        parallel_each(fail, items, threads=2)
+    del items
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_a_loop_that_is_interrupted_anywhere_leaves_no_thread_behind():
+    before = threading.active_count()
+    interrupted = 0
+    for _ in interruptions(lambda: parallel_each(abs, range(-3, 3), threads=2)):
+        interrupted += 1
+    assert interrupted > 5
+    # Threads that nobody waits for need a moment to end.
+    while threading.active_count() > before:
+        time.sleep(0.01)
 
 
 def test_results_are_not_kept_after_they_are_consumed():

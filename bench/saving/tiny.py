@@ -11,7 +11,7 @@ import torch
 
 from bench.saving.contenders import Contender, Native, NativeRaw, NativeUnguarded, TorchSave
 from bench.saving.training import Training
-from bench.saving.turns import Alone, discard, save_and_load
+from bench.saving.turns import Alone, discard, save_and_load, save_to
 
 COUNT = 20_000
 KINDS: tuple[type[Contender], ...] = (Native, NativeRaw, NativeUnguarded, TorchSave)
@@ -45,6 +45,8 @@ def measure_tiny(folder: Path, rounds: int) -> dict[str, list[Alone]]:
     for number in range(rounds + 1):
         order.shuffle(contenders)
         for contender in contenders:
+            # Not measured: loads return free memory to the system, and a program that saves regularly has such memory.
+            discard(save_to(contender, folder / "tiny"))
             alone, path = save_and_load(contender, folder / "tiny")
             discard(path)
             if number:

@@ -180,7 +180,9 @@ class Player:
     def take_turn(self) -> Turn:
         """Measure saves while training, then saves and loads alone."""
         turn = Turn()
-        # Other processes ran meanwhile: what they evicted from the caches must not be blamed on the saver.
+        # Other processes ran meanwhile: what they evicted from the caches must not be blamed on the saver. The loads of
+        # the last turn returned free memory to the system, and a program that saves regularly has such memory.
+        self._discard(save_to(self._contender, self._folder / str(next(self._numbers))))
         self._iterate()
         quiet = self._quiet()
         turn.iteration_s += quiet
@@ -238,6 +240,7 @@ class Player:
 
     def _save_and_load(self) -> Alone:
         """Measure a save and a load without training."""
+        self._discard(save_to(self._contender, self._folder / str(next(self._numbers))))
         self._training.step(self._contender.lock)
         alone, path = save_and_load(self._contender, self._folder / str(next(self._numbers)))
         self._discard(path)
@@ -261,6 +264,12 @@ class Player:
     def _discard(self, path: Path) -> None:
         if not self._contender.keeps_files:
             discard(path)
+
+
+def save_to(contender: Contender, path: Path) -> Path:
+    """Save, and wait until the checkpoint is complete. Returns where it is."""
+    contender.save(path)
+    return contender.wait(path)
 
 
 def save_and_load(contender: Contender, path: Path) -> tuple[Alone, Path]:

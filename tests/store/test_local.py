@@ -235,6 +235,30 @@ def test_a_full_disk_is_a_disk_full_error_and_the_old_file_stays(tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.parametrize("nbytes", [0, 5, 3_000_000])
+@pytest.mark.parametrize("expected_bytes", [0, 2_000_000, 1 << 60])
+def test_a_file_has_the_size_of_its_content_whatever_was_expected(tmp_path, nbytes, expected_bytes):
+    path = tmp_path / "file"
+    content = os.urandom(nbytes)
+    with atomic_write(path, expected_bytes=expected_bytes) as file:
+        file.write(content)
+    assert path.read_bytes() == content
+    # No blocks are left beyond the end of the file.
+    assert path.stat().st_blocks * 512 <= nbytes + 64 * 1024
+
+
+def test_space_that_cannot_be_reserved_does_not_fail_a_write_that_fits(tmp_path):
+    path = tmp_path / "file"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, limits[1]))
+    try:
+        with atomic_write(path, expected_bytes=2_000_000) as file:
+            file.write(bytes(1_000_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == bytes(1_000_000)
+
+
 def test_a_folder_without_write_permission_is_an_error_that_names_the_file(tmp_path, start):
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o555)

@@ -148,7 +148,11 @@ def write_native(
         thinned=tuple(thinned),
     )
     content = {entry.name: EntryContent(entry.array, entry.digests) for entry in entries}
-    with write_container(path, kind=KIND, threads=threads) as writer:
+    # What a delta will take is not known.
+    expected_bytes = 0
+    if parent is None:
+        expected_bytes = sum(entry.array.nbytes for entry in entries)
+    with write_container(path, kind=KIND, threads=threads, expected_bytes=expected_bytes) as writer:
         header = _add_entries(writer, entries, header, parent)
         writer.add(TABLE, rows, Raw())
         writer.set(KIND, header.to_json())

@@ -172,14 +172,12 @@ class Background:
     def accept(self, job: Job) -> None:
         """Queue a job, or run it now if the background would not."""
         self.wait_if_dying()
+        signals.protect(self)
         if self.runs_inline():
-            signals.protect(self)
             self._run_inline(job)
             return
         self._queue.append(job)
         self._wake.put(None)
-        # After the append, so that the thread that watches the signal handlers sees that there is a job.
-        signals.protect(self)
         # Look again: the process may have begun to end between the check and the append. Then the final drain may have
         # missed this job. Either that drain sees the job, or this thread sees the flag.
         self.wait_if_dying()
@@ -235,6 +233,7 @@ class Background:
         entry = (threading.get_ident(), job)
         self._inline.append(entry)
         try:
+            signals.watch()
             job.run()
         finally:
             self._inline.remove(entry)
@@ -282,6 +281,7 @@ class Background:
         # Before it leaves the queue, so that `unfinished` always sees it.
         self._running = job
         if self._take(job):
+            signals.watch()
             job.run()
         self._running = None
         changed.notify_all()

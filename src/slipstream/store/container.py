@@ -18,14 +18,16 @@ from numpy.typing import NDArray
 from slipstream.codecs import Codec, Raw
 from slipstream.codecs.base import check_reference
 from slipstream.errors import CodecError, CorruptFileError, MissingEntryError, naming
-from slipstream.memory import machine_bytes, scratch, scratch_scope
+from slipstream.memory import fresh, machine_bytes, scratch, scratch_scope
 from slipstream.store.header import FOOTER, HEADER, check_header, parse_footer
 from slipstream.store.index import Entry, Index
 from slipstream.store.local import open_descriptor
 from slipstream.store.reference import ChunkReferences, Reference
-from slipstream.threads import parallel_map
+from slipstream.threads import parallel_each, parallel_map
 
 _BYTES = np.dtype(np.uint8)
+# Starting a thread, and the memory that it works in, take longer than decoding this much on one thread.
+_PARALLEL_BYTES = 4 << 20
 
 
 class Container:
@@ -199,8 +201,7 @@ class Container:
         Raises:
             CorruptFileError: If a chunk does not match. Names the entry.
         """
-        for _ in parallel_map(self._check_chunk, self._all_chunks(), threads):
-            pass
+        parallel_each(self._check_chunk, self._all_chunks(), threads)
 
     def close(self) -> None:
         """Close the file. Idempotent; reading afterwards raises. Reads in progress on other threads finish."""
@@ -238,7 +239,7 @@ class Container:
                 f"{self.path}: entry {entry.name!r} claims {needed} bytes, more than the limit of {limit}; "
                 "read it in slices, or raise max_entry_bytes if you trust the file"
             )
-        return np.empty(shape, entry.dtype)
+        return fresh(needed).view(entry.dtype).reshape(shape)
 
     def _request(self, entry: Entry, first: int, out: NDArray[Any], reference: Reference | None) -> _Request:
         # An empty array has no chunks, and nothing to subtract.
@@ -251,11 +252,12 @@ class Container:
 
     def _decode_all(self, requests: Sequence[_Request], threads: int | None) -> None:
         """Decode the chunks of all requests in parallel. All reading of arrays ends up here."""
+        if sum(request.out.nbytes for request in requests) < _PARALLEL_BYTES:
+            threads = 1
         jobs: list[tuple[_Request, int]] = []
         for request in requests:
             jobs.extend((request, number) for number in request.chunk_numbers())
-        for _ in parallel_map(self._decode_into, jobs, threads):
-            pass
+        parallel_each(self._decode_into, jobs, threads)
 
     def _decode_into(self, job: tuple[_Request, int]) -> None:
         """Decode the elements of one chunk that a request asks for."""

@@ -59,6 +59,15 @@ def protect(background: Drainable) -> None:
     _signals.protect(background)
 
 
+def watch() -> None:
+    """While there are jobs, look now and then whether the program has replaced our handlers. Cheap to repeat.
+
+    The background calls it, not the thread that submits a job: it releases the GIL, and the submitting thread would
+    have to wait for the threads that it has just woken.
+    """
+    _signals.watch()
+
+
 class _Link:
     """Our handler for one signal, in front of the handler that it replaces.
 
@@ -109,6 +118,9 @@ class _Signals:
                 if self._sockets is None:
                     self._start_listening()
         self._install_from_any_thread()
+
+    def watch(self) -> None:
+        """Make the draining thread poll as long as there are jobs."""
         if not self._is_polling:
             self._notify(_WAKE)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from slipstream import __version__
 from slipstream.checks import require_count
-from slipstream.codecs import Codec, choose_codec
+from slipstream.codecs import Codec, Raw, choose_codec
 from slipstream.codecs.base import part_shape, word_dtype
 from slipstream.errors import CodecError
 from slipstream.store.header import Footer, pack_header
@@ -39,6 +39,7 @@ def write_container(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     threads: int | None = None,
     verify: bool = False,
+    expected_bytes: int = 0,
 ) -> Iterator[ContainerWriter]:
     """Write a container that appears at `path`, complete and durable, when the block ends without an error.
 
@@ -50,6 +51,7 @@ def write_container(
         chunk_bytes: How much of an array one chunk holds before encoding. A chunk is the least that can be read.
         threads: Number of threads that encode; by default one per core.
         verify: Whether to decode every chunk again and compare it before it is written.
+        expected_bytes: About how large the file will be; see `atomic_write`.
 
     Yields:
         The writer, to add arrays and values to.
@@ -70,7 +72,7 @@ def write_container(
     if not isinstance(kind, str):
         raise TypeError(f"kind is {kind!r}, expected a string")
     require_count("chunk_bytes", chunk_bytes, 1, MAX_CHUNK_BYTES)
-    with atomic_write(path) as file:
+    with atomic_write(path, expected_bytes=expected_bytes) as file:
         writer = ContainerWriter(file, kind, chunk_bytes, threads, verify=verify)
         yield writer
         writer.finish()
@@ -214,12 +216,15 @@ class _Encoder:
     references: ChunkReferences
     verify: bool
 
-    def encode(self, number: int) -> tuple[bytes, int]:
+    def encode(self, number: int) -> tuple[bytes | memoryview, int]:
         """Return the payload of a chunk and its checksum."""
         start, shape = self.grid.part(number)
         part = self.flat[start : start + math.prod(shape)].reshape(shape)
         codec = self.references.bind(self.codec, start, shape)
-        payload = codec.encode(part)
+        # Raw bytes are written from where they are.
+        payload: bytes | memoryview = part.reshape(-1).view(np.uint8).data
+        if not isinstance(codec, Raw):
+            payload = codec.encode(part)
         if self.verify:
             check_payload(self.name, codec, payload, part)
         return payload, xxhash.xxh3_64_intdigest(payload)
@@ -232,7 +237,7 @@ def _choose_codec(array: NDArray[Any], reference: Reference | None) -> Codec:
     return choose_codec(array, reference)
 
 
-def check_payload(name: str, codec: Codec, payload: bytes, array: NDArray[Any]) -> None:
+def check_payload(name: str, codec: Codec, payload: bytes | memoryview, array: NDArray[Any]) -> None:
     """Decode the payload of an array and raise `CodecError` unless every bit is the same."""
     decoded = np.empty(array.shape, array.dtype)
     codec.decode(payload, decoded)
