@@ -6,6 +6,8 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import errno
+import functools
+import operator
 import os
 import re
 from collections.abc import Mapping
@@ -51,12 +53,13 @@ class CheckpointFile:
     time: float = 0.0
     is_link: bool = False
 
-    @property
+    # Cached, because a plan asks for these several times per file, and a run may keep thousands of files.
+    @functools.cached_property
     def is_managed(self) -> bool:
         """Whether retention may delete it. Files that a user renamed or linked are the user's."""
-        return has_managed_name(self.path) and not self.is_link
+        return has_managed_name(self.path.name) and not self.is_link
 
-    @property
+    @functools.cached_property
     def order(self) -> tuple[int, float, bool, str]:
         """Sorts files by the time of their save; of copies, the one that still has its name comes last."""
         return self.sequence, self.time, self.is_managed, self.path.name
@@ -80,11 +83,11 @@ class CheckpointFolder:
     def scan(self) -> list[CheckpointFile]:
         """Return the readable checkpoints, in the order in which they were saved."""
         files = [found for found in self._read().values() if isinstance(found, CheckpointFile)]
-        return sorted(files, key=lambda file: file.order)
+        return sorted(files, key=operator.attrgetter("order"))
 
     def unreadable(self) -> dict[Path, Exception]:
         """Return the files that have the name of a checkpoint but cannot be read, and why."""
-        return {path: found for path, found in self._read().items() if isinstance(found, Exception)}
+        return {self.path / name: found for name, found in self._read().items() if isinstance(found, Exception)}
 
     def find(self, step: int) -> CheckpointFile | None:
         """Return the newest checkpoint of a step, whatever its file is called."""
@@ -94,7 +97,7 @@ class CheckpointFolder:
                 found = file
         return found
 
-    def _read(self) -> dict[Path, CheckpointFile | Exception]:
+    def _read(self) -> dict[str, CheckpointFile | Exception]:
         """Look at every file. If one is deleted meanwhile, there may be a newer one, so look again."""
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -103,18 +106,18 @@ class CheckpointFolder:
                 continue
         return self._read_once(skip_missing=True)
 
-    def _read_once(self, *, skip_missing: bool = False) -> dict[Path, CheckpointFile | Exception]:
-        """Look at every file; opens only those that are new or have changed."""
+    def _read_once(self, *, skip_missing: bool = False) -> dict[str, CheckpointFile | Exception]:
+        """Look at every file; opens only those that are new or have changed. Returns what they are by name."""
         known: dict[tuple[Any, ...], CheckpointFile | Exception] = {}
-        found: dict[Path, CheckpointFile | Exception] = {}
-        for path in self._candidates():
+        found: dict[str, CheckpointFile | Exception] = {}
+        for entry in self._candidates():
             try:
-                status = path.stat()
+                status = entry.stat()
                 # The time of change, too: other permissions may make a file readable.
-                key = (path.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-                description = self._known.get(key) or _describe(path)
+                key = (entry.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+                description = self._known.get(key) or _describe(self.path / entry.name)
             except FileNotFoundError as error:
-                if path.is_symlink():
+                if entry.is_symlink():
                     description = error
                 elif skip_missing:
                     continue
@@ -123,38 +126,41 @@ class CheckpointFolder:
             except FILE_ERRORS as error:
                 # An error that is kept must not keep the frames that raised it.
                 description = error.with_traceback(None)
-            if isinstance(description, Exception) and not has_managed_name(path):
+            if isinstance(description, Exception) and not has_managed_name(entry.name):
                 # Rollouts and other files may be in the folder, too.
                 continue
             if description is None:
                 continue
-            found[path] = description
+            found[entry.name] = description
             # A disk may recover from an error, but a damaged file stays damaged until it is replaced.
             if not isinstance(description, OSError):
                 known[key] = description
         self._known = known
         return found
 
-    def _candidates(self) -> list[Path]:
-        """Return the files that may be checkpoints, without links to others of them."""
+    def _candidates(self) -> list[os.DirEntry[str]]:
+        """Return the files that may be checkpoints, sorted by name, without links to others of them."""
         try:
-            everything = sorted(self.path.iterdir())
+            # Unlike paths, these know without a system call whether they are links. A run may keep thousands of files.
+            with os.scandir(self.path) as entries:
+                found = [entry for entry in entries if entry.name.endswith(SUFFIX) and not _is_alias(entry)]
         except FileNotFoundError:
             return []
-        return [path for path in everything if path.name.endswith(SUFFIX) and not _is_alias(path)]
+        return sorted(found, key=operator.attrgetter("name"))
 
 
-def _is_alias(path: Path) -> bool:
-    """Return whether a path is a link to a file of the same folder, such as ``latest.slip``."""
-    if not path.is_symlink():
+def _is_alias(entry: os.DirEntry[str]) -> bool:
+    """Return whether a file is a link to another one of the same folder, such as ``latest.slip``."""
+    if not entry.is_symlink():
         return False
+    path = Path(entry.path)
     target = Path(os.path.realpath(path))
     return target.parent == Path(os.path.realpath(path.parent)) and target.exists()
 
 
-def has_managed_name(path: Path) -> bool:
+def has_managed_name(name: str) -> bool:
     """Return whether a manager may have given a file its name."""
-    return _MANAGED_NAME.fullmatch(path.name) is not None
+    return _MANAGED_NAME.fullmatch(name) is not None
 
 
 def _describe(path: Path) -> CheckpointFile | None:
