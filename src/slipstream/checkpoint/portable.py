@@ -31,6 +31,7 @@ from slipstream.checkpoint.torch_file import (
 )
 from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError, naming
 from slipstream.schema.nodes import MAX_DEPTH, Key, name_of
+from slipstream.schema.refusals import advice_for
 from slipstream.store.header import MAGIC
 from slipstream.store.local import atomic_write, open_regular
 from slipstream.tensors import TORCH
@@ -94,8 +95,8 @@ class PortableFormat:
             problem = _find_problem([value])
             if problem:
                 raise UnsupportedStateError(
-                    f"{_name_in(tree, value)} is a {_name_of_type(value)}, {problem}; store plain data, or save with "
-                    'format="native" if it is plain data, or pass weights_only=False to save_async and load_checkpoint'
+                    f"{_name_in(tree, value)} is a {_name_of_type(value)}, {problem}; {advice_for(value)}, or "
+                    "pass weights_only=False to save_async and load_checkpoint"
                 )
         raise UnsupportedStateError(f"the state has objects, {_find_problem(objects)}; store fewer of them")
 
