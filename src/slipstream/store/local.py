@@ -118,7 +118,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     target = Path(os.path.realpath(path))
     with translate_errors(target):
-        _require_replaceable(target)
+        require_replaceable(target)
     with _write_then(_replace, target) as file:
         yield file
 
@@ -342,7 +342,8 @@ def _lock_unless_swept(file: io.FileIO, path: Path) -> bool:
     return locked and is_still_at(file, path)
 
 
-def _require_replaceable(target: Path) -> None:
+def require_replaceable(target: Path) -> None:
+    """Raise `OSError` if a path is a folder, a FIFO or a device: replacing one by a file would destroy it."""
     with contextlib.suppress(FileNotFoundError):
         mode = target.stat().st_mode
         if stat.S_ISDIR(mode):
