@@ -617,6 +617,15 @@ def test_older_checkpoints_lose_what_the_policy_says(tmp_path):
     assert new.state["policy"]["weight"].dtype == torch.float32
 
 
+def test_a_restore_that_falls_back_to_a_thinned_checkpoint_says_so(tmp_path, caplog):
+    with CheckpointManager(tmp_path, thin=Thin()) as manager:
+        fill(manager, [1, 2, 3])
+        manager.flush()
+        flip(tmp_path / "checkpoint_iter_3.slip")
+        assert manager.restore().thinned == ("without optimizer",)
+    assert "step 2 was thinned (without optimizer), so a run cannot resume from it exactly" in caplog.text
+
+
 def test_thinning_a_parent_does_not_break_its_children(tmp_path):
     with CheckpointManager(tmp_path, keep_last=4, thin=Thin(keep_full=2), differential=True) as manager:
         fill(manager, range(9))

@@ -301,6 +301,13 @@ class CheckpointManager:
                 logger.warning("skipping a checkpoint: %s", failure)
             if failures:
                 logger.warning("restored step %d from %s, the newest that is intact", file.step, file.path)
+                if restored.thinned:
+                    logger.warning(
+                        "step %d was thinned (%s), so a run cannot resume from it exactly; Thin(keep_full=2) or more "
+                        "keeps an older checkpoint complete",
+                        file.step,
+                        ", ".join(restored.thinned),
+                    )
             return restored
         raise self._nothing_to_restore(step, failures)
 
