@@ -252,10 +252,10 @@ def test_a_path_that_is_no_path_is_refused_at_the_call(tmp_path, monkeypatch, pa
 
 
 @pytest.mark.parametrize("compress", [True, False])
-def test_a_folder_as_path_is_refused_at_the_call(tmp_path, compress):
+def test_a_folder_as_path_fails_the_save(tmp_path, compress):
     (tmp_path / "model").mkdir()
-    with AsyncCheckpointSaver() as saver, pytest.raises(ValueError, match="is a folder, expected the name of a file"):
-        saver.save_async(STATE, tmp_path / "model", compress=compress)
+    with AsyncCheckpointSaver() as saver, pytest.raises(WriteError, match=r"cannot write .*model: Is a directory"):
+        saver.save_async(STATE, tmp_path / "model", compress=compress).result()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

@@ -33,7 +33,7 @@ from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedS
 from slipstream.schema.nodes import MAX_DEPTH, Key, name_of
 from slipstream.schema.refusals import advice_for
 from slipstream.store.header import MAGIC
-from slipstream.store.local import atomic_write, open_regular
+from slipstream.store.local import atomic_write, open_regular, require_replaceable, translate_errors
 from slipstream.tensors import TORCH
 from slipstream.threads import background_threads
 
@@ -131,6 +131,9 @@ def write_portable(
     target = Path(path)
     if not target.name:
         raise ValueError(f"path is {os.fspath(path)!r}, expected the name of a file")
+    # With ".lz4" added there would be a file, but it could not be loaded under the path that was given.
+    with translate_errors(target):
+        require_replaceable(target)
     if compress:
         target = packed_path(target)
     with atomic_write(target) as file:

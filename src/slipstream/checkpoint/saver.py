@@ -304,11 +304,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
     # A path that ends with "/" or "." is a folder, whether it exists or not.
     if not isinstance(text, str) or text.rpartition("/")[2] in ("", ".", ".."):
         raise ValueError(f"path is {text!r}, expected the name of a file")
-    absolute = Path(text).absolute()
-    # With ".lz4" added there would be a file, which could not be loaded under the path that was given.
-    if absolute.is_dir():
-        raise ValueError(f"path is {text!r}, which is a folder, expected the name of a file")
-    return absolute
+    return Path(text).absolute()
 
 
 def _with_metadata(checkpoint: Any, metadata: Any) -> Any:
