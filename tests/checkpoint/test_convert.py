@@ -23,6 +23,7 @@ from slipstream import (
 )
 from slipstream.checkpoint.convert import convert_checkpoint
 from slipstream.checkpoint.diff import compare_checkpoints, diff_states
+from slipstream.checkpoint.formats import find_format
 from slipstream.checkpoint.inspect import inspect_checkpoint
 from slipstream.checkpoint.native import encode_metadata, write_native
 from slipstream.checkpoint.portable import write_portable
@@ -94,7 +95,7 @@ class TestConvert:
 
     def test_safetensors_refuses_what_is_not_a_tensor_by_name(self, tmp_path):
         write_native(tmp_path / "a.slip", {"w": torch.ones(3), "optimizer": {"lr": 0.5}})
-        with pytest.raises(UnsupportedStateError, match="'optimizer/lr' is of type float"):
+        with pytest.raises(UnsupportedStateError, match="a.slip: 'optimizer/lr' is of type float"):
             convert_checkpoint(tmp_path / "a.slip", tmp_path / "out" / "a.safetensors")
         write_native(tmp_path / "b.slip", {"a": {"b": torch.ones(3)}, "a/b": torch.ones(3)})
         with pytest.raises(UnsupportedStateError, match="two tensors would be called 'a/b'"):
@@ -215,6 +216,19 @@ class TestConvert:
             convert_checkpoint(tmp_path / "a.slip", tmp_path, "pt")
         with pytest.raises(WriteError, match="cannot write"):
             convert_checkpoint(tmp_path / "a.slip", tmp_path / "a.slip" / "b.pt")
+
+    def test_a_fifo_is_never_replaced(self, tmp_path):
+        write_native(tmp_path / "a.slip", tensors())
+        os.mkfifo(tmp_path / "b.pt")
+        with pytest.raises(WriteError, match=r"cannot write .*b\.pt: it exists and is not a regular file"):
+            convert_checkpoint(tmp_path / "a.slip", tmp_path / "b.pt", overwrite=True)
+        assert (tmp_path / "b.pt").is_fifo()
+
+    def test_the_suffix_of_a_link_stands_for_the_format(self, tmp_path):
+        write_native(tmp_path / "a.slip", tensors())
+        (tmp_path / "latest.pt").symlink_to(tmp_path / "blob")
+        assert convert_checkpoint(tmp_path / "a.slip", tmp_path / "latest.pt").format == "pt"
+        assert find_format(tmp_path / "blob") == "pt"
 
 
 class TestCompare:

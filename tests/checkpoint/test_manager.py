@@ -167,6 +167,14 @@ def test_a_misspelt_metric_is_refused_before_it_costs_the_best(tmp_path):
     assert manager.steps() == [2, 3, 4]
 
 
+def test_a_metric_that_was_refused_does_not_count_as_seen(tmp_path):
+    with CheckpointManager(tmp_path, keep_best=("reward", "max")) as manager:
+        with pytest.raises(ConfigurationError, match="expected a number"):
+            manager.save(1, state(1), {"reward": "high"})
+        with pytest.raises(ConfigurationError, match="needs metric 'reward'"):
+            manager.save(1, state(1), {"rewrad": 1.0})
+
+
 def test_metrics_that_cannot_be_stored_are_refused_at_the_call(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(UnsupportedStateError, match=r"metadata/metrics/model"):
@@ -609,6 +617,15 @@ def test_older_checkpoints_lose_what_the_policy_says(tmp_path):
     assert new.state["policy"]["weight"].dtype == torch.float32
 
 
+def test_a_restore_that_falls_back_to_a_thinned_checkpoint_says_so(tmp_path, caplog):
+    with CheckpointManager(tmp_path, thin=Thin()) as manager:
+        fill(manager, [1, 2, 3])
+        manager.flush()
+        flip(tmp_path / "checkpoint_iter_3.slip")
+        assert manager.restore().thinned == ("without optimizer",)
+    assert "step 2 was thinned (without optimizer), so a run cannot resume from it exactly" in caplog.text
+
+
 def test_thinning_a_parent_does_not_break_its_children(tmp_path):
     with CheckpointManager(tmp_path, keep_last=4, thin=Thin(keep_full=2), differential=True) as manager:
         fill(manager, range(9))
@@ -948,6 +965,13 @@ def test_restoring_a_step_that_is_no_number_is_refused(tmp_path, step):
         fill(manager, [7])
         with pytest.raises(ConfigurationError, match="step is"):
             manager.restore(step)
+
+
+def test_restoring_to_a_missing_device_is_an_error_about_the_device(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        fill(manager, [7])
+        with pytest.raises(ConfigurationError, match="device 'cuda:99' is not available"):
+            manager.restore(device="cuda:99")
 
 
 def test_an_intact_copy_of_the_step_is_restored(tmp_path):

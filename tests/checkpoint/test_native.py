@@ -195,7 +195,7 @@ def test_whatever_can_be_saved_can_be_loaded(tmp_path):
 
 @pytest.mark.parametrize("value", [torch.arange(3), np.arange(3), {"deep": [torch.ones(1, 1)]}])
 def test_metadata_is_for_plain_values(value):
-    with pytest.raises(UnsupportedStateError, match=r"metadata.*put it in the state"):
+    with pytest.raises(UnsupportedStateError, match=r"metadata.*pass value.item\(\)"):
         encode_metadata({"x": value})
 
 

@@ -348,7 +348,19 @@ class TestWhatCanBeStored:
             saver.save_async(state, tmp_path / "a.pt")
         assert str(caught.value).startswith("extra/0/config is a ")
         assert "Settings, which load_checkpoint refuses by default" in str(caught.value)
-        assert 'format="native"' in str(caught.value)
+        assert "pass weights_only=False to save_async and load_checkpoint" in str(caught.value)
+
+    @pytest.mark.parametrize("options", [{}, {"format": "native"}])
+    def test_the_error_says_what_to_store_instead(self, tmp_path, options):
+        with AsyncCheckpointSaver() as saver:
+            with pytest.raises(
+                UnsupportedStateError, match=r"model is a .*; store value\.state_dict\(\), or .*weights_only"
+            ):
+                saver.save_async({"model": torch.nn.Linear(2, 2)}, tmp_path / "a.pt", **options)
+            with pytest.raises(
+                UnsupportedStateError, match=r"a is a numpy.ndarray.*; store a dict with an array per field"
+            ):
+                saver.save_async({"a": np.zeros(3, [("x", "f4")])}, tmp_path / "a.pt", **options)
 
     @pytest.mark.parametrize("name", ["memmap", "longlong"])
     def test_what_pickle_would_turn_into_another_type_is_not_silently_changed(self, tmp_path, name):

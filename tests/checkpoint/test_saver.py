@@ -243,10 +243,20 @@ def test_a_disk_that_looks_full_is_tried_anyway(tmp_path, monkeypatch):
         saver.save_async({"x": torch.zeros(100_000)}, tmp_path / "c").result()
 
 
-@pytest.mark.parametrize("path", ["", b"c.pt"])
-def test_a_path_that_is_no_path_is_refused_at_the_call(path):
+@pytest.mark.parametrize("path", ["", b"c.pt", ".", "..", "runs/", "runs/..", "/"])
+def test_a_path_that_is_no_path_is_refused_at_the_call(tmp_path, monkeypatch, path):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path / "runs")
     with AsyncCheckpointSaver() as saver, pytest.raises(ValueError, match="expected the name of a file"):
         saver.save_async(STATE, path)
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_folder_as_path_fails_the_save(tmp_path, compress):
+    (tmp_path / "model").mkdir()
+    with AsyncCheckpointSaver() as saver, pytest.raises(WriteError, match=r"cannot write .*model: Is a directory"):
+        saver.save_async(STATE, tmp_path / "model", compress=compress).result()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("format", ["pt", "native"])

@@ -326,7 +326,7 @@ def test_what_is_not_on_the_list_is_refused_with_its_key_and_a_workaround(name):
     with pytest.raises(UnsupportedStateError, match=re.escape(problem)) as caught:
         flatten({"k": value})
     assert re.match(r"k[/ ]", str(caught.value))
-    assert re.search(r"; .*, or save as \.pt$", str(caught.value))
+    assert re.search(r"; .*, or save as \.pt, with weights_only=False if necessary$", str(caught.value))
     assert "\n" not in str(caught.value)
 
 

@@ -19,7 +19,7 @@ from slipstream.checkpoint.load import load_file
 from slipstream.checkpoint.native import NativeFile, write_native
 from slipstream.checkpoint.portable import PortableFormat, write_portable
 from slipstream.checks import require_choice
-from slipstream.errors import ConfigurationError, CorruptFileError, FormatVersionError, UnsupportedStateError
+from slipstream.errors import ConfigurationError, CorruptFileError, FormatVersionError, UnsupportedStateError, naming
 from slipstream.schema.flatten import check_storable, flatten
 from slipstream.schema.nodes import name_of
 from slipstream.schema.values import Json
@@ -28,6 +28,7 @@ from slipstream.store.local import (
     atomic_write,
     link_new,
     make_folder,
+    require_replaceable,
     sync_folder,
     translate_errors,
 )
@@ -122,7 +123,7 @@ def convert_checkpoint(
     """
     # A link is followed, as when any other file is written.
     path = Path(os.path.realpath(target))
-    chosen = format or format_by_suffix(path)
+    chosen = format or format_by_suffix(Path(target))
     require_choice("format", chosen, get_args(FormatName))
     # Before the work, so that mistakes are reported at once.
     _require_free(path, overwrite=overwrite)
@@ -133,7 +134,8 @@ def convert_checkpoint(
     left_out = []
     # Safetensors holds a flat dict of tensors; all other formats hold the state as it is.
     if chosen == "safetensors":
-        content = _only_tensors(loaded.state, tensors_only=tensors_only)
+        with naming(source):
+            content = _only_tensors(loaded.state, tensors_only=tensors_only)
         left_out += _describe_rest(len(named_values(loaded.state)) - len(content))
     if loaded.metadata is not None and chosen != "native":
         left_out.append("its metadata")
@@ -142,7 +144,8 @@ def convert_checkpoint(
         # In the same folder, so that the result can be renamed.
         temporary = tempfile.TemporaryDirectory(prefix=RESERVED_PREFIX, dir=path.parent)
     with temporary as folder:
-        written = _write(Path(folder) / "checkpoint", content, chosen, loaded)
+        with naming(source):
+            written = _write(Path(folder) / "checkpoint", content, chosen, loaded)
         _require_equal(written, content, path)
         _publish(written, path, overwrite=overwrite)
     return Converted(path, chosen, path.stat().st_size, tuple(left_out))
@@ -165,6 +168,8 @@ def format_by_suffix(path: Path) -> FormatName:
 def _require_free(path: Path, *, overwrite: bool) -> None:
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file", str(path))
+    with translate_errors(path):
+        require_replaceable(path)
     if path.exists() and not overwrite:
         raise FileExistsError(errno.EEXIST, "exists already; --force (overwrite=True) replaces it", str(path))
 

@@ -20,6 +20,7 @@ from slipstream.checkpoint.retention import Plan, RetentionPolicy, as_number, fi
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.checkpoint.series import Series
 from slipstream.checkpoint.thinning import Thin
+from slipstream.checkpoint.torch_file import require_device
 from slipstream.checks import require_choice, require_count
 from slipstream.errors import BackgroundError, ConfigurationError, CorruptFileError, WriteError
 from slipstream.schema.unflatten import unflatten
@@ -197,7 +198,9 @@ class CheckpointManager:
             FileNotFoundError: If there is none.
             CorruptFileError: If the one asked for, or every one, is damaged.
             KeyError: If a key matches nothing.
+            ConfigurationError: If the device is not available.
         """
+        require_device(device)
         try:
             self.saver.flush()
         except BackgroundError as error:
@@ -264,10 +267,10 @@ class CheckpointManager:
             return
         metric, _ = self.keep_best
         if metric in metrics:
-            self._best_metric_seen = True
             value = metrics[metric]
             if value is not None and as_number(value) is None:
                 raise ConfigurationError(f"metric {metric!r} is {value!r}, expected a number to choose the best by")
+            self._best_metric_seen = True
         elif metrics and not self._best_metric_seen:
             # Later saves may leave it out, if it is not measured every time. A name that never occurs is a mistake.
             raise ConfigurationError(
@@ -298,6 +301,13 @@ class CheckpointManager:
                 logger.warning("skipping a checkpoint: %s", failure)
             if failures:
                 logger.warning("restored step %d from %s, the newest that is intact", file.step, file.path)
+                if restored.thinned:
+                    logger.warning(
+                        "step %d was thinned (%s), so a run cannot resume from it exactly; Thin(keep_full=2) or more "
+                        "keeps an older checkpoint complete",
+                        file.step,
+                        ", ".join(restored.thinned),
+                    )
             return restored
         raise self._nothing_to_restore(step, failures)
 

@@ -86,7 +86,7 @@ def encode_metadata(metadata: Any) -> Json:
     if tree.leaves:
         name = name_of(tree.nodes[0][0])
         raise UnsupportedStateError(
-            f"{name} is a tensor or array, and metadata is for plain values; put it in the state"
+            f"{name} is a tensor or array, and metadata is for plain values; pass value.item() or value.tolist()"
         )
     return tree.structure
 

@@ -31,8 +31,9 @@ from slipstream.checkpoint.torch_file import (
 )
 from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError, naming
 from slipstream.schema.nodes import MAX_DEPTH, Key, name_of
+from slipstream.schema.refusals import advice_for
 from slipstream.store.header import MAGIC
-from slipstream.store.local import atomic_write, open_regular
+from slipstream.store.local import atomic_write, open_regular, require_replaceable, translate_errors
 from slipstream.tensors import TORCH
 from slipstream.threads import background_threads
 
@@ -94,8 +95,8 @@ class PortableFormat:
             problem = _find_problem([value])
             if problem:
                 raise UnsupportedStateError(
-                    f"{_name_in(tree, value)} is a {_name_of_type(value)}, {problem}; store plain data, or save with "
-                    'format="native" if it is plain data, or pass weights_only=False to save_async and load_checkpoint'
+                    f"{_name_in(tree, value)} is a {_name_of_type(value)}, {problem}; {advice_for(value)}, or "
+                    "pass weights_only=False to save_async and load_checkpoint"
                 )
         raise UnsupportedStateError(f"the state has objects, {_find_problem(objects)}; store fewer of them")
 
@@ -130,6 +131,9 @@ def write_portable(
     target = Path(path)
     if not target.name:
         raise ValueError(f"path is {os.fspath(path)!r}, expected the name of a file")
+    # With ".lz4" added there would be a file, but it could not be loaded under the path that was given.
+    with translate_errors(target):
+        require_replaceable(target)
     if compress:
         target = packed_path(target)
     with atomic_write(target) as file:

@@ -301,7 +301,8 @@ def _warn_full() -> None:
 def _absolute(path: str | os.PathLike[str]) -> Path:
     """Return a path that later changes of the working directory do not affect."""
     text = os.fspath(path)
-    if not isinstance(text, str) or not text:
+    # A path that ends with "/" or "." is a folder, whether it exists or not.
+    if not isinstance(text, str) or text.rpartition("/")[2] in ("", ".", ".."):
         raise ValueError(f"path is {text!r}, expected the name of a file")
     return Path(text).absolute()
 

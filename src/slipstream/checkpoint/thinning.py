@@ -36,7 +36,8 @@ class Thin:
     says what was removed.
 
     Args:
-        keep_full: How many of the newest stay complete, at least 1.
+        keep_full: How many of the newest stay complete, at least 1. With 2 or more, a run can resume exactly even if
+            the newest checkpoint is damaged.
         drop: Names of branches to leave out, such as ``"optimizer"`` or ``"*/replay"``. By default the state of every
             optimizer, wherever it is: a dict with the keys ``state`` and ``param_groups``.
         dtype: What larger floating-point tensors are converted to, such as ``torch.bfloat16``; None leaves them.

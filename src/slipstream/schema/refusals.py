@@ -58,7 +58,9 @@ _ADVICE = {
 
 def unsupported(key: Key, problem: str) -> UnsupportedStateError:
     """Return the error for a value that cannot be stored."""
-    return UnsupportedStateError(f"{name_of(key, 'the state')[:200]} {problem}, or save as .pt")
+    return UnsupportedStateError(
+        f"{name_of(key, 'the state')[:200]} {problem}, or save as .pt, with weights_only=False if necessary"
+    )
 
 
 def tensor_problem(tensor: Any) -> str:
@@ -72,7 +74,7 @@ def tensor_problem(tensor: Any) -> str:
 def type_problem(value: Any) -> str:
     """Return that a value cannot be stored because of its type, and what to store instead."""
     kind = type(value)
-    return f"is a {kind.__module__}.{kind.__qualname__}, which cannot be stored as data; {_advice_for(value)}"
+    return f"is a {kind.__module__}.{kind.__qualname__}, which cannot be stored as data; {advice_for(value)}"
 
 
 def memory_problem(tensor: Any) -> str:
@@ -94,7 +96,7 @@ def memory_problem(tensor: Any) -> str:
 
 def array_problem(array: Any) -> str:
     """Return that an array cannot be stored because of its dtype, and what to store instead."""
-    return f"is a numpy.ndarray of {array.dtype}, which cannot be stored as data; {_advice_for_dtype(array.dtype)}"
+    return f"is a numpy.ndarray of {array.dtype}, which cannot be stored as data; {advice_for(array)}"
 
 
 def tensordict_problem(tensordict: Any) -> str:
@@ -123,8 +125,10 @@ def is_strided(layout: Any) -> bool:
     return str(layout) == "torch.strided"
 
 
-def _advice_for(value: Any) -> str:
+def advice_for(value: Any) -> str:
     """Return what to store instead of a value, such as ``"store dict(value)"``."""
+    if type(value) is np.ndarray:
+        return _advice_for_dtype(value.dtype)
     # Many are also integers or strings, but str() of one is its name.
     if isinstance(value, enum.Enum):
         return "store value.value"

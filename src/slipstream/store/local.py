@@ -140,7 +140,7 @@ def atomic_write(path: str | os.PathLike[str], *, expected_bytes: int = 0) -> It
     """
     target = Path(os.path.realpath(path))
     with translate_errors(target):
-        _require_replaceable(target)
+        require_replaceable(target)
     with _write_then(_replace, target) as file:
         is_reserved = _reserve(file.fileno(), expected_bytes)
         yield file
@@ -384,7 +384,8 @@ def _lock_unless_swept(file: io.FileIO, path: Path) -> bool:
     return locked and is_still_at(file, path)
 
 
-def _require_replaceable(target: Path) -> None:
+def require_replaceable(target: Path) -> None:
+    """Raise `OSError` if a path is a folder, a FIFO or a device: replacing one by a file would destroy it."""
     with contextlib.suppress(FileNotFoundError):
         mode = target.stat().st_mode
         if stat.S_ISDIR(mode):
