@@ -63,7 +63,13 @@ class SlipstreamError(Exception):
 
 
 class CorruptFileError(SlipstreamError, ValueError):
-    """A file is damaged, truncated, malicious, or not a Slipstream file."""
+    """A file is damaged, truncated, malicious, or not a Slipstream file.
+
+    Attributes:
+        entry: The name of the damaged entry of a container, if that is known.
+    """
+
+    entry: str | None = None
 
 
 class FormatVersionError(SlipstreamError, ValueError):

@@ -110,6 +110,19 @@ def plural(number: int, noun: str) -> str:
     return f"{format_count(number)} {noun}s"
 
 
+def list_first(names: Sequence[str], most: int = 3) -> str:
+    """Return the first of some names, and how many more there are.
+
+    Example:
+        >>> list_first(["a", "b", "c"]), list_first(["a", "b", "c"], most=1)
+        ('a, b, c', 'a and 2 more')
+    """
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
+
+
 def align_columns(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
     """Return a table as lines of text.
 

@@ -21,6 +21,7 @@ from slipstream import (
 from slipstream.checkpoint.delta import Parent
 from slipstream.checkpoint.layout import Ancestor, RegionTable
 from slipstream.checkpoint.native import NativeFile, StoredState, encode_metadata, rewrite_whole, write_native
+from slipstream.checkpoint.verify import verify_checkpoint
 from slipstream.codecs import Raw
 from slipstream.store.container import Container
 from slipstream.store.writer import write_container
@@ -91,6 +92,22 @@ def test_small_tensors_share_an_entry_and_come_back_in_memory_of_their_own(tmp_p
     assert_same(back, state)
     # One of them does not keep the memory of all others alive.
     assert back["layer 5"]["weight"].untyped_storage().nbytes() == 400
+
+
+def test_damage_in_an_entry_of_small_tensors_names_these_tensors(tmp_path):
+    path = tmp_path / "c.slip"
+    names = ["actor", "critic", "encoder", "head"]
+    write_native(path, {name: torch.randn(500) for name in names})
+    with Container(path) as container:
+        chunk = container.entries["small"].chunks[0]
+    content = bytearray(path.read_bytes())
+    content[chunk.offset + 10] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"checksum; it contains actor, critic, encoder and 1 more$") as caught:
+        load_checkpoint(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    [problem] = verify_checkpoint(path).problems[:1]
+    assert "actor" in problem
 
 
 def test_a_single_small_tensor_is_loaded_without_decoding_all_others(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -22,6 +23,7 @@ from slipstream.store.container import Container
 from slipstream.store.header import MAGIC
 from slipstream.store.index import Entry
 from slipstream.store.local import open_regular
+from slipstream.text import list_first
 from slipstream.threads import parallel_map
 
 Bytes = NDArray[np.uint8]
@@ -240,7 +242,23 @@ class NativeReader:
                 raise CorruptFileError(
                     f"{self.container.path}: entry {name[:200]!r} is stored against an entry of another shape"
                 )
-        return self.container.read_many(names, references, threads, out=references)
+        try:
+            return self.container.read_many(names, references, threads, out=references)
+        except CorruptFileError as error:
+            self._name_tensors(error)
+            raise
+
+    def _name_tensors(self, error: CorruptFileError) -> None:
+        """Add the names of the tensors in a damaged entry, unless the entry has the name of its only tensor."""
+        names = []
+        # The structure may be damaged, too. Then the name of the entry has to do.
+        with contextlib.suppress(CorruptFileError, FormatVersionError):
+            for leaf, node in leaves_of(self.structure):
+                region = node.get("region", len(self.table))
+                if region < len(self.table) and self.header.entries[int(self.table.entries[region])] == error.entry:
+                    names.append(leaf.name[:200])
+        if names and names != [error.entry]:
+            error.args = (f"{error}; it contains {list_first(names)}",)
 
     def read_regions(self, leaves: Collection[tuple[Leaf, Json]], threads: int | None = None) -> dict[int, Bytes]:
         """Read the memory that leaves see, and verify every region with its digest.

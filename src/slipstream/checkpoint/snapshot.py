@@ -54,6 +54,7 @@ from slipstream.schema.flatten import Tree, flatten
 from slipstream.schema.nodes import TAG, name_of
 from slipstream.schema.unflatten import unflatten
 from slipstream.tensors import TORCH, Regions, with_flags
+from slipstream.text import list_first
 from slipstream.threads import Notifier
 
 logger = logging.getLogger(__name__)
@@ -263,10 +264,7 @@ class Snapshot:
     def _names(self, positions: Sequence[int]) -> str:
         """Return the names of tensors of the state, at most three."""
         keys = [key for key, node in self._tree.nodes if node[TAG] == "tensor"]
-        names = ", ".join(name_of(keys[position]) for position in positions[:3])
-        if len(positions) > 3:
-            names += f" and {len(positions) - 3} more"
-        return names
+        return list_first([name_of(keys[position]) for position in positions])
 
     def _return_memory(self) -> None:
         """Return the memory to the pool. Idempotent, because two threads may get here."""

@@ -13,6 +13,7 @@ from slipstream.errors import ConfigurationError, MissingEntryError
 from slipstream.schema.nodes import Key, name_of
 from slipstream.schema.values import Json
 from slipstream.schema.walk import all_keys, members_of
+from slipstream.text import list_first
 
 Keys = str | Collection[str | tuple[Any, ...]]
 """One name or pattern, or a collection of names, patterns and exact paths. See `resolve_keys`."""
@@ -166,7 +167,4 @@ def _exact(part: Any) -> Hashable:
 
 def _listed(names: list[str]) -> str:
     """Return the first of some names as text."""
-    text = ", ".join(repr(name)[:80] for name in names[:_MAX_LISTED])
-    if len(names) > _MAX_LISTED:
-        text += f" and {len(names) - _MAX_LISTED} more"
-    return text
+    return list_first([repr(name)[:80] for name in names], _MAX_LISTED)

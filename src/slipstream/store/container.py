@@ -330,9 +330,11 @@ class Container:
         return None
 
     def _damage(self, entry: Entry, number: int, reason: str) -> CorruptFileError:
-        return CorruptFileError(
+        error = CorruptFileError(
             f"{self.path}: entry {entry.name!r} is damaged in chunk {number + 1} of {len(entry.chunks)}: {reason}"
         )
+        error.entry = entry.name
+        return error
 
     def _read_bytes(self, offset: int, length: int) -> bytes:
         target = np.empty(length, np.uint8)
