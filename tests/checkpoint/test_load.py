@@ -333,6 +333,11 @@ class TestSelection:
         assert list(part["policy"]) == ["weight"]
         assert part["optimizer"]["state"][0]["step"] == 7
 
+    def test_a_dict_whose_keys_are_not_plain_values_does_not_keep_others_from_being_selected(self, tmp_path):
+        path = save({**STATE, torch.strided: {"mask": torch.zeros(2)}}, tmp_path / "a.pt")
+        assert_same(load_checkpoint(path, keys="name"), {"name": "run"})
+        assert_same(load_checkpoint(path, keys="torch.strided/mask"), {torch.strided: {"mask": torch.zeros(2)}})
+
     @pytest.mark.parametrize("options", [{"format": "native"}, {"compress": False}, {}])
     def test_every_key_that_matches_nothing_is_named(self, tmp_path, options):
         path = save(STATE, tmp_path / "a.pt", **options)

@@ -29,7 +29,7 @@ from slipstream.checkpoint.torch_file import (
     require_device,
     save_torch,
 )
-from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError, naming
+from slipstream.errors import CorruptFileError, UnsupportedStateError, naming
 from slipstream.schema.nodes import MAX_DEPTH, Key, name_of
 from slipstream.store.header import MAGIC
 from slipstream.store.local import atomic_write, open_regular
@@ -254,11 +254,9 @@ def _is_known_tensor(value: Any) -> bool:
 
 def _name_in(tree: Tree, value: Any) -> str:
     """Return the key of an object as text."""
-    # A walk over the values stops where an object is a key.
-    with contextlib.suppress(FormatVersionError):
-        for key, found in tree.values(TORCH):
-            if found is value:
-                return name_of(key, "the state")[:200]
+    for key, found in tree.values(TORCH):
+        if found is value:
+            return name_of(key, "the state")[:200]
     return "a key in the state"
 
 
