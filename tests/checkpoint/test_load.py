@@ -286,7 +286,8 @@ class TestDamage:
             with pytest.raises(CorruptFileError, match=f"^{tmp_path / 'damaged'}: "):
                 load_checkpoint(tmp_path / "damaged")
 
-    def test_every_flipped_bit_of_the_directory_is_noticed_or_harmless(self, tmp_path):
+    @pytest.mark.parametrize("weights_only", [True, False])
+    def test_every_flipped_bit_of_the_directory_is_noticed_or_harmless(self, tmp_path, weights_only):
         """The directory tells which tensor is where: a flipped bit must not exchange two of them."""
         state = {str(number): torch.full((4,), float(number)) for number in range(3)}
         torch.save(state, tmp_path / "a.pt")
@@ -294,7 +295,7 @@ class TestDamage:
         for position in range(8 * original.index(b"PK\x01\x02"), 8 * len(original)):
             damaged = bytearray(original)
             damaged[position // 8] ^= 1 << position % 8
-            self.load_damaged(tmp_path, damaged, weights_only=True, expected=state)
+            self.load_damaged(tmp_path, damaged, weights_only, expected=state)
 
     def load_damaged(self, folder: Path, content: Any, weights_only: bool, expected: Any = STATE) -> None:
         path = folder / "damaged"

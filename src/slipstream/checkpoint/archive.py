@@ -42,6 +42,8 @@ _MAX_COMMENT = 0xFFFF
 _SATURATED_16 = 0xFFFF
 _SATURATED_32 = 0xFFFFFFFF
 _EXTRA_64_BIT = 1
+# The attribute of a folder.
+_IS_FOLDER = 1 << 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,7 @@ def _parse_entry(directory: bytes, position: int) -> tuple[Member, int]:
         raise CorruptFileError("is damaged: its directory ends early")
     fields = _ENTRY.unpack_from(directory, position)
     magic, _, _, _, method, _, _, crc, packed_bytes, nbytes, name_bytes, extra_bytes, comment_bytes = fields[:13]
-    header = fields[-1]
+    attributes, header = fields[-2:]
     # The entry is followed by its name, its extra fields and its comment.
     name_at = position + _ENTRY.size
     extra_at = name_at + name_bytes
@@ -208,6 +210,9 @@ def _parse_entry(directory: bytes, position: int) -> tuple[Member, int]:
     if magic != _ENTRY_MAGIC or next_at > len(directory):
         raise CorruptFileError("is damaged: its directory is invalid")
     name = directory[name_at:extra_at]
+    # Torch reads no content of a folder, and would return memory that it has not initialized.
+    if attributes & _IS_FOLDER and nbytes:
+        raise CorruptFileError(f"is damaged: {name[:80]!r} is a folder with content")
     # Compressed content could expand to any size.
     if method:
         raise CorruptFileError(
