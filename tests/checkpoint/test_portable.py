@@ -19,7 +19,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from slipstream import AsyncCheckpointSaver, load_checkpoint
-from slipstream.checkpoint import portable
+from slipstream.checkpoint import portable, torch_file
 from slipstream.checkpoint.portable import PortableFormat, write_portable
 from slipstream.codecs import bytes as lz4_frames
 from slipstream.errors import CorruptFileError, UnsupportedStateError
@@ -382,6 +382,35 @@ class TestWhatCanBeStored:
         tree = flatten([torch.ones(1)] * 11, opaque=True)
         with pytest.raises(UnsupportedStateError, match="has 11 tensors, a .pt file takes at most 10"):
             PortableFormat(compress=True, level=0).check(tree)
+
+    def test_a_state_of_too_many_text_and_date_scalars_is_refused_by_the_call(self, monkeypatch):
+        monkeypatch.setattr(portable, "MAX_TENSORS", 10)
+        state = {"rewards": list(np.ones(50)), "dates": list(np.zeros(6, "M8[s]")), "names": list(np.full(5, "a"))}
+        expected = pytest.raises(UnsupportedStateError, match="^dates/0 is one of 11 .*; store an array instead")
+        with AsyncCheckpointSaver() as saver, expected:
+            saver.save_async(state, "never.pt")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", ["M8[ms]", "f4"])
+    def test_as_many_scalars_as_a_save_accepts_can_be_loaded(self, tmp_path, dtype):
+        count = 1_040_000
+        if dtype == "M8[ms]":
+            count = portable.MAX_TENSORS
+        scalars = list(np.arange(count).astype(dtype))
+        back = load_checkpoint(save({"scalars": scalars}, tmp_path / "a.pt", compress=False))
+        assert back["scalars"] == scalars
+
+    def test_objects_that_only_together_are_too_many_are_refused_by_the_call(self, monkeypatch):
+        monkeypatch.setattr(torch_file, "BASE_ALLOWANCE_BYTES", 1 << 20)
+        tree = flatten([collections.Counter("abc") for _ in range(2_000)], opaque=True)
+        with pytest.raises(UnsupportedStateError, match="has 2,000 objects, .*; store fewer of them"):
+            PortableFormat(compress=True, level=0).check(tree)
+
+    def test_one_object_among_thousands_that_cannot_be_loaded_is_named(self):
+        state: list[Any] = [pathlib.PurePosixPath("a")] * 5_000
+        state[4_321] = Settings(3)
+        with pytest.raises(UnsupportedStateError, match="^4321 is a .*Settings, which load_checkpoint refuses"):
+            PortableFormat(compress=True, level=0).check(flatten(state, opaque=True))
 
     def test_an_array_that_occurs_twice_is_one_array_after_loading(self, tmp_path):
         array = np.arange(3)

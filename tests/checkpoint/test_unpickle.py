@@ -395,7 +395,7 @@ SLOW = ("empty lists", "nothing", "marks")
 def test_a_pickle_that_expands_is_refused_in_bounded_memory(tmp_path, program):
     path = forge(tmp_path / "bomb.pt", HEAD + BOMBS[program] + b".", compress=True)
     assert path.stat().st_size < 8 << 20
-    # The content, the limit of 1.5 GiB, and three times the size of the content.
+    # The content, the limit of 1.75 GiB, and three times the size of the content.
     assert "bytes, which is the limit" in run_limited(LOAD, path, 4000)
 
 

@@ -38,7 +38,7 @@ def load_checkpoint(
     Decompression is parallel. A delta reads its parents as well.
 
     Memory is bounded. LZ4 data may expand to 1 GiB, or to 32 times the size of the file if that is more; Python objects
-    of a ``.pt`` file may take 1.5 GiB, and three times the size of its content. What exceeds these limits is refused
+    of a ``.pt`` file may take 1.75 GiB, and three times the size of its content. What exceeds these limits is refused
     before it is allocated, and every file that we write stays below.
 
     Args:

@@ -39,12 +39,14 @@ class Tree:
         leaves: The tensors and arrays, in the order of the structure.
         nodes: The key and the node of every leaf.
         objects: Other objects, if `flatten` accepts them. Their nodes say which is where.
+        num_long_scalars: How many NumPy scalars are text, bytes or dates. A pickle has the whole dtype of each.
     """
 
     structure: Json
     leaves: list[Any]
     nodes: list[tuple[Key, Json]]
     objects: list[Any]
+    num_long_scalars: int = 0
 
     def select_keys(self, keys: Keys) -> Tree:
         """Return the branches whose keys were asked for. See `slipstream.schema.structure.select_keys`."""
@@ -88,7 +90,7 @@ def flatten(value: Any, *, opaque: bool = False, key: Key = ()) -> Tree:
     """
     writer = Writer(opaque=opaque)
     structure = writer.write(value, key)
-    return Tree(structure, writer.leaves, writer.nodes, writer.objects)
+    return Tree(structure, writer.leaves, writer.nodes, writer.objects, writer.num_long_scalars)
 
 
 def check_storable(tensor: Any, key: Key) -> None:
