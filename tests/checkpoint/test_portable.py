@@ -447,6 +447,8 @@ class TestFiles:
         ("m.pt", True, "m.pt.lz4"),
         ("m.pt.lz4", True, "m.pt.lz4"),
         ("m.pt.lz4", False, "m.pt.lz4"),
+        (".lz4", True, ".lz4.lz4"),
+        (".lz4", False, ".lz4"),
     ])  # fmt: skip
     def test_the_suffix_is_added_once(self, tmp_path, name, compress, expected):
         assert save({"a": 1}, tmp_path / name, compress=compress) == tmp_path / expected

@@ -460,11 +460,34 @@ def test_tensordicts_that_share_members_do_not_take_exponential_time(tmp_path):
         load_checkpoint(path)
 
 
-def test_a_torchscript_archive_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_torchscript_archive_is_refused_by_name(tmp_path, weights_only):
     path = forge(tmp_path / "a.pt", HEAD + b"N.", members={"archive/constants.pkl": HEAD + b")."})
-    for weights_only in (True, False):
-        with pytest.raises(CorruptFileError, match="is a TorchScript archive, expected a checkpoint"):
-            load_checkpoint(path, weights_only=weights_only)
+    with pytest.raises(CorruptFileError, match="is a TorchScript archive, expected a checkpoint"):
+        load_checkpoint(path, weights_only=weights_only)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_module_that_torchscript_saved_says_how_to_load_it(tmp_path, weights_only):
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "a.pt")
+    with pytest.raises(CorruptFileError, match="load it with torch.jit.load"):
+        load_checkpoint(tmp_path / "a.pt", weights_only=weights_only)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_an_archive_of_another_library_is_refused_in_one_sentence(tmp_path, weights_only):
+    np.savez(tmp_path / "a.npz", a=np.ones(3))
+    with pytest.raises(CorruptFileError, match="a.npz: .* not a checkpoint of torch.save: it has no member 'data.pkl'"):
+        load_checkpoint(tmp_path / "a.npz", weights_only=weights_only)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_another_pickle_protocol_is_refused_with_a_workaround(tmp_path, protocol):
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt", pickle_protocol=protocol)
+    with pytest.raises(CorruptFileError, match=f"has pickle protocol {protocol}, .* weights_only=False"):
+        load_checkpoint(tmp_path / "a.pt")
+    assert load_checkpoint(tmp_path / "a.pt", weights_only=False)["a"].sum() == 3
 
 
 def test_very_long_integers_of_a_file_can_be_compared(tmp_path):

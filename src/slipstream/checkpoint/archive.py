@@ -216,7 +216,8 @@ def _parse_entry(directory: bytes, position: int) -> tuple[Member, int]:
     # Compressed content could expand to any size.
     if method:
         raise CorruptFileError(
-            f"is not an archive of torch.save: {name[:80]!r} is compressed; extract it and pack it with `zip -0`"
+            f"is not an archive of torch.save: {name[:80]!r} is compressed; if it is a TorchScript archive, load it "
+            "with torch.jit.load, otherwise extract it and pack it with `zip -0`"
         )
     if _SATURATED_32 in (nbytes, packed_bytes, header):
         extra = directory[extra_at : extra_at + extra_bytes]

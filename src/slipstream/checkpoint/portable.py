@@ -149,7 +149,7 @@ def write_portable(
 
 def packed_path(path: Path) -> Path:
     """Return the name of the compressed file for a path: with ``.lz4``, once."""
-    if path.name.endswith(PACKED_SUFFIX):
+    if path.suffix == PACKED_SUFFIX:
         return path
     return path.with_name(path.name + PACKED_SUFFIX)
 
@@ -306,8 +306,8 @@ def _make_newest(target: Path, file: BinaryIO) -> None:
 
 def _twin(path: Path) -> Path:
     """Return the file that `load_checkpoint` takes for the same checkpoint: with ``.lz4``, or without."""
-    if path.name.endswith(PACKED_SUFFIX):
-        return path.with_name(path.name.removesuffix(PACKED_SUFFIX))
+    if path.suffix == PACKED_SUFFIX:
+        return path.with_suffix("")
     return packed_path(path)
 
 
@@ -316,7 +316,7 @@ def _delete_twin(path: Path, written: Path) -> None:
 
     A path that ends with ``.lz4`` names one file, so nothing else is deleted.
     """
-    if path.name.endswith(PACKED_SUFFIX):
+    if path.suffix == PACKED_SUFFIX:
         return
     twin = _twin(written)
     try:

@@ -146,6 +146,8 @@ def _open_archive(file: BinaryIO) -> Archive | None:
     archive = Archive(file)
     if "constants.pkl" in archive:
         raise CorruptFileError("is a TorchScript archive, expected a checkpoint; load it with torch.jit.load")
+    # Other libraries write archives, too. This raises if it is one of theirs.
+    archive.size("data.pkl")
     return archive
 
 

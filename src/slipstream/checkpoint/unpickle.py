@@ -201,7 +201,10 @@ class Unpickler(Allowance):
     def _protocol(self) -> None:
         version = self._read(1)[0]
         if version != 2:
-            raise pickle.UnpicklingError(f"it has pickle protocol {version}, torch.save writes 2 by default")
+            raise pickle.UnpicklingError(
+                f"it has pickle protocol {version}, torch.save writes 2 by default; load_checkpoint(..., "
+                "weights_only=False) reads it if you trust its author"
+            )
 
     def _mark(self) -> None:
         self._marks.append(len(self._stack))
