@@ -13,6 +13,7 @@ from typing import Any
 import lz4.frame
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -390,3 +391,7 @@ class TestMove:
         for options in ({"format": "native"}, {"compress": False}, {}):
             path = save({"w": torch.ones(3)}, tmp_path / "a.pt", **options)
             assert load_checkpoint(path, torch.device("meta"))["w"].device.type == "meta"
+
+    def test_a_safetensors_file_loads_to_every_device_of_torch(self, tmp_path):
+        safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+        assert load_checkpoint(tmp_path / "a.safetensors", "meta")["w"].device.type == "meta"

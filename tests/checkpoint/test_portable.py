@@ -203,6 +203,8 @@ ACCEPTED: dict[str, Any] = {
         {"a": TensorDict({"x": torch.ones(2, 3)}, [2, 3], names=["time", "env"])}, [2], names=["time"]
     ),
     "empty TensorDict": TensorDict({}, [4]),
+    "locked TensorDict": TensorDict({"a": torch.ones(2), "b": {"c": torch.zeros(2)}}, [2]).lock_(),
+    "TensorDict that was moved": TensorDict({"a": torch.ones(2), "b": {"c": torch.zeros(2)}}, [2]).to("cpu"),
     "nested 200 levels": nest(200),
 }
 for _dtype in TENSOR_DTYPES:

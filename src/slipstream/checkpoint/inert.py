@@ -40,6 +40,10 @@ class Symbol:
         self.meaning = meaning
 
 
+IGNORED = Symbol(None)
+"""In place of a class whose objects are read as None: they are not part of a value."""
+
+
 class Storage:
     """Memory from the file, and the dtype that its elements have."""
 

@@ -20,7 +20,7 @@ import torch
 
 from slipstream.checkpoint import rebuild_tensors
 from slipstream.checkpoint.allowance import Allowance
-from slipstream.checkpoint.inert import Constructor, RefusedNameError, Symbol, Unfinished
+from slipstream.checkpoint.inert import IGNORED, Constructor, RefusedNameError, Symbol, Unfinished
 from slipstream.checkpoint.rebuild_tensors import SPARSE_COMPRESSED, check_shape, require_type
 from slipstream.errors import FormatVersionError
 from slipstream.schema.dtypes import DTYPES, parse_numpy_dtype
@@ -231,6 +231,7 @@ NAMES: dict[str, Any] = {
     "torch per_channel_affine": torch.per_channel_affine,
     "tensordict._td TensorDict": Symbol("TensorDict"),
     "tensordict._reductions _make_td": Constructor(rebuild_tensors.build_tensordict),
+    "tensordict.utils _LockedSchema": IGNORED,
 }
 """Everything that a portable checkpoint may name, as ``"module name"``."""
 

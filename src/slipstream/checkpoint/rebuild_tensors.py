@@ -27,7 +27,8 @@ _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
 # What looking at a nested TensorDict counts as. Building one takes a hundred times as long as a list.
 _TENSORDICT_BYTES = 1 << 13
 _TENSORDICT_FIELDS = frozenset({"_tensordict", "_batch_size", "_device", "_td_dim_names"})
-_TENSORDICT_FLAGS = frozenset({"_is_locked", "_is_shared", "_is_memmap"})
+# Whether it is locked, and what it caches: neither is part of its value.
+_TENSORDICT_FLAGS = frozenset({"_is_locked", "_is_shared", "_is_memmap", "_locked_schema", "_has_mps_val"})
 
 
 def require_type(value: Any, *kinds: type) -> Any:
@@ -237,7 +238,6 @@ def build_tensordict(allowance: Allowance, kind: Any, state: Any) -> Any:
     device = require_type(state["_device"], type(None), torch.device)
     if device is not None:
         device = str(device)
-    # Flags are ignored: whether a TensorDict is locked or shared is not part of its value.
     return TORCH.tensordict(dict(members), list(check_shape(state["_batch_size"])), names, device)
 
 

@@ -31,6 +31,7 @@ import torch
 
 from slipstream.checkpoint.allowance import Allowance
 from slipstream.checkpoint.inert import (
+    IGNORED,
     INERT,
     Arguments,
     Constructor,
@@ -349,6 +350,13 @@ class Unpickler(Allowance):
             raise pickle.UnpicklingError(f"a {type(constructor).__qualname__} is called")
         self._push_container(constructor.build(self, *arguments))
 
+    def _new_object(self) -> None:
+        # Named tuples are written like this. What a locked TensorDict caches is the only one that is expected.
+        self._pop()
+        if self._pop() is not IGNORED:
+            raise pickle.UnpicklingError("an object is created without a call")
+        self._stack.append(None)
+
     def _build(self) -> None:
         state = self._pop()
         target = self._pop()
@@ -398,5 +406,6 @@ class Unpickler(Allowance):
         pickle.LONG_BINPUT: _put4,
         pickle.GLOBAL: _global,
         pickle.REDUCE: _reduce,
+        pickle.NEWOBJ: _new_object,
         pickle.BUILD: _build,
     }
