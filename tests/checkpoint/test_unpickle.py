@@ -407,6 +407,25 @@ def test_every_instruction_counts(tmp_path, monkeypatch, block):
         load_checkpoint(path)
 
 
+LONG = struct.pack("<I", 30_000) + b"a" * 30_000
+KEYS = {
+    "integer": b"\x8b" + LONG,
+    "range": name("__builtin__", "range") + b"K\x00\x8b" + LONG + b"K\x01\x87R",
+    "text": b"X" + LONG,
+    "path": name("pathlib", "PurePosixPath") + b"X" + LONG + b"\x85R",
+    "tuple": b"\x8b" + LONG + b"\x85",
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_time_that_long_keys_take_is_bounded(tmp_path, monkeypatch, key):
+    monkeypatch.setattr(torch_file, "BASE_ALLOWANCE_BYTES", 1 << 20)
+    # Two keys that are equal: the second one is compared with the first one whenever it is looked up.
+    program = KEYS[key] + b"q\x00" + KEYS[key] + b"q\x01}h\x00Ns" + b"h\x01Ns" * 1000
+    with pytest.raises(CorruptFileError, match="bytes, which is the limit"):
+        load_checkpoint(forge(tmp_path / "keys.pt", HEAD + program + b"."))
+
+
 @pytest.mark.parametrize("store_size", [True, False])
 def test_a_small_file_that_expands_to_gigabytes_is_refused_in_little_memory(tmp_path, store_size):
     path = tmp_path / "bomb.pt.lz4"

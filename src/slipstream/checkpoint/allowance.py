@@ -50,10 +50,17 @@ class Allowance:
         The hash of a tuple visits every member, however deep, each time it is computed: limit depth and number.
         """
         kind = type(key)
-        # Python computes the hash of an integer again every time.
+        # Python computes the hash of an integer again every time, and compares all of a text with one that is equal.
         if kind is int:
             self.charge(key.bit_length() // 8)
-        if kind in _KEY_TYPES or isinstance(key, (np.generic, PurePath)):
+        elif isinstance(key, (str, bytes)):
+            self.charge(len(key))
+        elif isinstance(key, PurePath):
+            self.charge(len(str(key)))
+            return
+        elif kind is range:
+            self.check_key((key.start, key.stop, key.step), depth)
+        if kind in _KEY_TYPES or isinstance(key, np.generic):
             return
         if kind not in _SEQUENCES:
             raise pickle.UnpicklingError(f"a {kind.__qualname__} is used as a key or in a set")
