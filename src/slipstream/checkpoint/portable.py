@@ -187,7 +187,7 @@ def _check_size(tree: Tree) -> None:
     """Raise if the state has too many values for the default load.
 
     The allowance of a load is enough for `MAX_TENSORS` of the values that take most besides as many others as a state
-    may have, see `slipstream.checkpoint.allowance`.
+    may have, see `slipstream.checkpoint.inert`.
     """
     num_tensors = len(tree.leaves) + tree.num_long_scalars
     if num_tensors <= MAX_TENSORS:

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from slipstream.checkpoint import rebuild_tensors
-from slipstream.checkpoint.allowance import Allowance
-from slipstream.checkpoint.inert import IGNORED, Constructor, RefusedNameError, Symbol, Unfinished
+from slipstream.checkpoint.inert import IGNORED, Allowance, Constructor, RefusedNameError, Symbol, Unfinished
 from slipstream.checkpoint.rebuild_tensors import SPARSE_COMPRESSED, check_shape, require_type
 from slipstream.errors import FormatVersionError
 from slipstream.schema.dtypes import DTYPES, parse_numpy_dtype

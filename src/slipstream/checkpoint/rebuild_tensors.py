@@ -12,8 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from slipstream.checkpoint.allowance import Allowance
-from slipstream.checkpoint.inert import Storage, Symbol
+from slipstream.checkpoint.inert import Allowance, Storage, Symbol
 from slipstream.schema.nodes import MAX_DEPTH
 from slipstream.schema.structure import MAX_AXES
 from slipstream.schema.values import MAX_INDEX

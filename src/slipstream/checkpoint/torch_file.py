@@ -14,9 +14,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from slipstream.checkpoint.allowance import BASE_ALLOWANCE_BYTES, CONTENT_FACTOR
 from slipstream.checkpoint.archive import ZIP_MAGIC, Archive
-from slipstream.checkpoint.inert import RefusedNameError
+from slipstream.checkpoint.inert import BASE_ALLOWANCE_BYTES, CONTENT_FACTOR, RefusedNameError
 from slipstream.checkpoint.rebuild import NAMES
 from slipstream.checkpoint.unpickle import Unpickler
 from slipstream.errors import ConfigurationError, CorruptFileError, SlipstreamError, WriteError

@@ -29,10 +29,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from slipstream.checkpoint.allowance import Allowance
 from slipstream.checkpoint.inert import (
     IGNORED,
     INERT,
+    Allowance,
     Arguments,
     Constructor,
     RefusedNameError,
@@ -53,10 +53,13 @@ _DICTS = frozenset({dict, OrderedDict, Counter})
 # What the constructors of `rebuild` raise for arguments that `torch.save` does not write.
 _INVALID = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, struct.error)
 
-_INT32 = struct.Struct("<i")
-_UINT16 = struct.Struct("<H")
 _UINT32 = struct.Struct("<I")
-_FLOAT64 = struct.Struct(">d")
+_NUMBERS = {
+    pickle.BININT1: struct.Struct("<B"),
+    pickle.BININT2: struct.Struct("<H"),
+    pickle.BININT: struct.Struct("<i"),
+    pickle.BINFLOAT: struct.Struct(">d"),
+}
 _CONSTANTS: dict[bytes, Any] = {
     pickle.NONE: None,
     pickle.NEWTRUE: True,
@@ -106,6 +109,8 @@ class Unpickler(Allowance):
                 self._stop_early()
             if instruction in _CONSTANTS:
                 self._stack.append(_CONSTANTS[instruction])
+            elif instruction in _NUMBERS:
+                self._stack.append(self._number(_NUMBERS[instruction]))
             elif instruction == pickle.STOP:
                 return self._pop_result()
             elif instruction == pickle.BINPERSID:
@@ -209,18 +214,6 @@ class Unpickler(Allowance):
 
     def _mark(self) -> None:
         self._marks.append(len(self._stack))
-
-    def _int1(self) -> None:
-        self._stack.append(self._read(1)[0])
-
-    def _int2(self) -> None:
-        self._stack.append(self._number(_UINT16))
-
-    def _int4(self) -> None:
-        self._stack.append(self._number(_INT32))
-
-    def _float(self) -> None:
-        self._stack.append(self._number(_FLOAT64))
 
     def _short_int(self) -> None:
         self._stack.append(pickle.decode_long(self._read(self._read(1)[0])))
@@ -381,10 +374,6 @@ class Unpickler(Allowance):
     _INSTRUCTIONS: ClassVar[dict[bytes, Callable[[Unpickler], None]]] = {
         pickle.PROTO: _protocol,
         pickle.MARK: _mark,
-        pickle.BININT1: _int1,
-        pickle.BININT2: _int2,
-        pickle.BININT: _int4,
-        pickle.BINFLOAT: _float,
         pickle.LONG1: _short_int,
         pickle.LONG4: _long_int,
         pickle.BINUNICODE: _text,
