@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from slipstream.checkpoint.formats import ZIP_MAGIC
 from slipstream.errors import CorruptFileError
-
-ZIP_MAGIC = b"PK\x03\x04"
 
 # Bounds the memory for the list of members. Half a million tensors have a directory of this size.
 MAX_DIRECTORY_BYTES = 48 << 20

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import numpy as np
 import torch
 
-from slipstream.checkpoint.archive import ZIP_MAGIC
-from slipstream.checkpoint.formats import Written
-from slipstream.checkpoint.lz4_file import LZ4_MAGIC, FrameWriter, decompress
+from slipstream.checkpoint.formats import LZ4_MAGIC, ZIP_MAGIC, Written
+from slipstream.checkpoint.lz4_file import FrameWriter, decompress
 from slipstream.checkpoint.torch_file import (
     first_line,
     is_trusted,

@@ -232,7 +232,7 @@ NAMES: dict[str, Any] = {
     "tensordict._reductions _make_td": Constructor(rebuild_tensors.build_tensordict),
     "tensordict.utils _LockedSchema": IGNORED,
 }
-"""Everything that a portable checkpoint may name, as ``"module name"``."""
+"""Everything that a portable checkpoint may name, as ``"module name"``: a constructor, a symbol or a constant."""
 
 # Python 3 writes protocol 2 with the names of Python 2.
 for _name, _entry in _BUILTINS.items():

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from slipstream.checkpoint.archive import ZIP_MAGIC, Archive
+from slipstream.checkpoint.archive import Archive
+from slipstream.checkpoint.formats import ZIP_MAGIC
 from slipstream.checkpoint.inert import BASE_ALLOWANCE_BYTES, CONTENT_FACTOR, RefusedNameError
-from slipstream.checkpoint.rebuild import NAMES
 from slipstream.checkpoint.unpickle import Unpickler
 from slipstream.errors import ConfigurationError, CorruptFileError, SlipstreamError, WriteError
 
@@ -65,7 +65,7 @@ def load_untrusted(file: BinaryIO, device: Any) -> Any:
     if order != b"little":
         raise CorruptFileError(f"has byte order {order[:20]!r}, expected b'little'; load it with weights_only=False")
     allowance = BASE_ALLOWANCE_BYTES + CONTENT_FACTOR * archive.nbytes
-    unpickler = Unpickler(archive.read("data.pkl"), NAMES, _storages(archive, device), allowance)
+    unpickler = Unpickler(archive.read("data.pkl"), _storages(archive, device), allowance)
     try:
         return unpickler.load()
     except RefusedNameError as error:

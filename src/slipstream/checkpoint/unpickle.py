@@ -23,7 +23,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -41,6 +41,7 @@ from slipstream.checkpoint.inert import (
     Unfinished,
     require_values,
 )
+from slipstream.checkpoint.rebuild import NAMES
 from slipstream.errors import SlipstreamError
 
 _MAX_NAME_BYTES = 1000
@@ -67,8 +68,6 @@ _CONSTANTS: dict[bytes, Any] = {
     pickle.EMPTY_TUPLE: (),
 }
 
-Names = Mapping[str, Any]
-"""The closed table: a `Constructor`, a `Symbol`, or a harmless constant for every name, as ``"module name"``."""
 LoadStorage = Callable[[str, str], torch.UntypedStorage]
 """Returns the memory that a file has under a key; the second argument is the device that it was saved from."""
 
@@ -78,15 +77,13 @@ class Unpickler(Allowance):
 
     Args:
         data: The pickle.
-        names: The closed table.
         load_storage: Returns the memory of tensors. Its errors are passed on as they are.
         allowance: How much memory the result may take, in bytes. Tensors are not counted.
     """
 
-    def __init__(self, data: bytes, names: Names, load_storage: LoadStorage, allowance: int) -> None:
+    def __init__(self, data: bytes, load_storage: LoadStorage, allowance: int) -> None:
         super().__init__(allowance)
         self._data = data
-        self._names = names
         self._load_storage = load_storage
         self._position = 0
         self._stack: list[Any] = []
@@ -331,9 +328,9 @@ class Unpickler(Allowance):
     def _global(self) -> None:
         # Nothing is imported: what is not in the table does not exist.
         name = f"{self._line()} {self._line()}"
-        if name not in self._names:
+        if name not in NAMES:
             raise RefusedNameError(name.replace(" ", "."))
-        self._stack.append(self._names[name])
+        self._stack.append(NAMES[name])
 
     def _reduce(self) -> None:
         # Only what the table returned can be called, never an object that the pickle has built.
