@@ -82,6 +82,11 @@ def quantized(per_channel: bool) -> torch.Tensor:
     return torch.quantize_per_tensor(values, 0.1, 3, torch.quint8)
 
 
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.no_weight_decay = True  # type: ignore[attr-defined]
+    return tensor
+
+
 def float_quantized() -> torch.Tensor:
     scales = torch.tensor([0.1, 0.2])
     zero_points = torch.tensor([0.5, 1.5])
@@ -181,6 +186,9 @@ ACCEPTED: dict[str, Any] = {
     "parameter": torch.nn.Parameter(torch.arange(3.0)),
     "frozen parameter": torch.nn.Parameter(torch.arange(3.0), requires_grad=False),
     "tensor with gradients": torch.arange(3.0, requires_grad=True),
+    "tensor with attributes": with_attribute(torch.arange(3.0, requires_grad=True)),
+    "parameter with attributes": with_attribute(torch.nn.Parameter(torch.arange(3.0))),
+    "buffer": torch.nn.Buffer(torch.arange(3.0)),
     "empty tensor": torch.zeros(2, 0, 3),
     "empty slice of an empty tensor": torch.zeros(0, 5)[:, 3:],
     "scalar tensor": torch.tensor(1.5),

@@ -227,6 +227,12 @@ MACHINE = {
     "sparse indices outside": name("torch._utils", "_rebuild_sparse_tensor")
     + name("torch.serialization", "_get_layout") + text("torch.sparse_coo")
     + b"\x85R(" + tensor(0, [1, 2], [2, 1], kind="LongStorage") + tensor(0, [2], [1]) + b"K\x02\x85\x89t\x86R",
+    "a set with attributes of a tensor": name("torch._tensor", "_rebuild_from_type_v2") + b"("
+    + name("__builtin__", "set") + name("torch", "Tensor") + b"]\x85}tR",
+    "attributes of an array": name("torch._tensor", "_rebuild_from_type_v2") + b"("
+    + name("torch", "Size") + name("numpy", "ndarray") + b")}tR",
+    "attributes of attributes": name("torch._tensor", "_rebuild_from_type_v2") + b"q\x00" + name("torch", "Tensor")
+    + b"q\x01\x86)q\x02" + b"(h\x00h\x01h\x02}tq\x02" * 5000 + b"h\x00h\x02R",
     "a device of another kind": name("torch", "device") + text("cpu; import os") + b"\x85R",
 }  # fmt: skip
 

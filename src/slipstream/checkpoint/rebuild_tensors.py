@@ -2,7 +2,7 @@
 
 Sizes and strides stay inside the storage, quantized tensors have as many scales as channels, and the indices of sparse
 tensors are validated. The signatures are those of the functions that ``torch.save`` names, after the allowance. Hooks
-are ignored.
+and Python attributes are ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from slipstream.checkpoint.inert import Allowance, Storage, Symbol
+from slipstream.checkpoint.inert import Allowance, Constructor, Storage, Symbol
 from slipstream.schema.nodes import MAX_DEPTH
 from slipstream.schema.structure import MAX_AXES
 from slipstream.schema.values import MAX_INDEX
@@ -140,6 +140,25 @@ def build_tensor_v3(
 def build_parameter(_: Allowance, data: Any, requires_grad: Any, _hooks: Any) -> torch.nn.Parameter:
     """Build a parameter."""
     return torch.nn.Parameter(require_type(data, torch.Tensor), require_type(requires_grad, bool))
+
+
+def build_parameter_with_attributes(
+    allowance: Allowance, data: Any, requires_grad: Any, hooks: Any, _attributes: Any
+) -> torch.nn.Parameter:
+    """Build a parameter that had Python attributes, which are not part of its value."""
+    return build_parameter(allowance, data, requires_grad, hooks)
+
+
+def build_tensor_with_attributes(
+    allowance: Allowance, build: Any, kind: Any, arguments: Any, _attributes: Any
+) -> torch.Tensor:
+    """Build a tensor that had Python attributes, such as a ``torch.nn.Buffer``. Subclasses are not in the table."""
+    # It must not build itself: a file could nest that to any depth.
+    build_plain = require_type(build, Constructor).build
+    if require_type(kind, Symbol).meaning is not torch.Tensor or build_plain is build_tensor_with_attributes:
+        raise ValueError("attributes are set on something else than a tensor")
+    tensor: torch.Tensor = require_type(build_plain(allowance, *arguments), torch.Tensor)
+    return tensor
 
 
 def build_meta_tensor(_: Allowance, dtype: Any, shape: Any, strides: Any, requires_grad: Any) -> torch.Tensor:
