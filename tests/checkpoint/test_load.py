@@ -13,6 +13,7 @@ from typing import Any
 import lz4.frame
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -286,7 +287,8 @@ class TestDamage:
             with pytest.raises(CorruptFileError, match=f"^{tmp_path / 'damaged'}: "):
                 load_checkpoint(tmp_path / "damaged")
 
-    def test_every_flipped_bit_of_the_directory_is_noticed_or_harmless(self, tmp_path):
+    @pytest.mark.parametrize("weights_only", [True, False])
+    def test_every_flipped_bit_of_the_directory_is_noticed_or_harmless(self, tmp_path, weights_only):
         """The directory tells which tensor is where: a flipped bit must not exchange two of them."""
         state = {str(number): torch.full((4,), float(number)) for number in range(3)}
         torch.save(state, tmp_path / "a.pt")
@@ -294,7 +296,7 @@ class TestDamage:
         for position in range(8 * original.index(b"PK\x01\x02"), 8 * len(original)):
             damaged = bytearray(original)
             damaged[position // 8] ^= 1 << position % 8
-            self.load_damaged(tmp_path, damaged, weights_only=True, expected=state)
+            self.load_damaged(tmp_path, damaged, weights_only, expected=state)
 
     def load_damaged(self, folder: Path, content: Any, weights_only: bool, expected: Any = STATE) -> None:
         path = folder / "damaged"
@@ -332,6 +334,11 @@ class TestSelection:
         assert list(part) == ["policy", "optimizer"]
         assert list(part["policy"]) == ["weight"]
         assert part["optimizer"]["state"][0]["step"] == 7
+
+    def test_a_dict_whose_keys_are_not_plain_values_does_not_keep_others_from_being_selected(self, tmp_path):
+        path = save({**STATE, torch.strided: {"mask": torch.zeros(2)}}, tmp_path / "a.pt")
+        assert_same(load_checkpoint(path, keys="name"), {"name": "run"})
+        assert_same(load_checkpoint(path, keys="torch.strided/mask"), {torch.strided: {"mask": torch.zeros(2)}})
 
     @pytest.mark.parametrize("options", [{"format": "native"}, {"compress": False}, {}])
     def test_every_key_that_matches_nothing_is_named(self, tmp_path, options):
@@ -384,3 +391,7 @@ class TestMove:
         for options in ({"format": "native"}, {"compress": False}, {}):
             path = save({"w": torch.ones(3)}, tmp_path / "a.pt", **options)
             assert load_checkpoint(path, torch.device("meta"))["w"].device.type == "meta"
+
+    def test_a_safetensors_file_loads_to_every_device_of_torch(self, tmp_path):
+        safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+        assert load_checkpoint(tmp_path / "a.safetensors", "meta")["w"].device.type == "meta"

@@ -19,7 +19,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from slipstream import AsyncCheckpointSaver, load_checkpoint
-from slipstream.checkpoint import portable
+from slipstream.checkpoint import portable, torch_file
 from slipstream.checkpoint.portable import PortableFormat, write_portable
 from slipstream.codecs import bytes as lz4_frames
 from slipstream.errors import CorruptFileError, UnsupportedStateError
@@ -80,6 +80,11 @@ def quantized(per_channel: bool) -> torch.Tensor:
     if per_channel:
         return torch.quantize_per_channel(values, torch.tensor([0.1, 0.2]), torch.tensor([1, 2]), 0, torch.qint8)
     return torch.quantize_per_tensor(values, 0.1, 3, torch.quint8)
+
+
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.no_weight_decay = True  # type: ignore[attr-defined]
+    return tensor
 
 
 def float_quantized() -> torch.Tensor:
@@ -181,6 +186,9 @@ ACCEPTED: dict[str, Any] = {
     "parameter": torch.nn.Parameter(torch.arange(3.0)),
     "frozen parameter": torch.nn.Parameter(torch.arange(3.0), requires_grad=False),
     "tensor with gradients": torch.arange(3.0, requires_grad=True),
+    "tensor with attributes": with_attribute(torch.arange(3.0, requires_grad=True)),
+    "parameter with attributes": with_attribute(torch.nn.Parameter(torch.arange(3.0))),
+    "buffer": torch.nn.Buffer(torch.arange(3.0)),
     "empty tensor": torch.zeros(2, 0, 3),
     "empty slice of an empty tensor": torch.zeros(0, 5)[:, 3:],
     "scalar tensor": torch.tensor(1.5),
@@ -203,6 +211,8 @@ ACCEPTED: dict[str, Any] = {
         {"a": TensorDict({"x": torch.ones(2, 3)}, [2, 3], names=["time", "env"])}, [2], names=["time"]
     ),
     "empty TensorDict": TensorDict({}, [4]),
+    "locked TensorDict": TensorDict({"a": torch.ones(2), "b": {"c": torch.zeros(2)}}, [2]).lock_(),
+    "TensorDict that was moved": TensorDict({"a": torch.ones(2), "b": {"c": torch.zeros(2)}}, [2]).to("cpu"),
     "nested 200 levels": nest(200),
 }
 for _dtype in TENSOR_DTYPES:
@@ -395,6 +405,35 @@ class TestWhatCanBeStored:
         with pytest.raises(UnsupportedStateError, match="has 11 tensors, a .pt file takes at most 10"):
             PortableFormat(compress=True, level=0).check(tree)
 
+    def test_a_state_of_too_many_text_and_date_scalars_is_refused_by_the_call(self, monkeypatch):
+        monkeypatch.setattr(portable, "MAX_TENSORS", 10)
+        state = {"rewards": list(np.ones(50)), "dates": list(np.zeros(6, "M8[s]")), "names": list(np.full(5, "a"))}
+        expected = pytest.raises(UnsupportedStateError, match="^dates/0 is one of 11 .*; store an array instead")
+        with AsyncCheckpointSaver() as saver, expected:
+            saver.save_async(state, "never.pt")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", ["M8[ms]", "f4"])
+    def test_as_many_scalars_as_a_save_accepts_can_be_loaded(self, tmp_path, dtype):
+        count = 1_040_000
+        if dtype == "M8[ms]":
+            count = portable.MAX_TENSORS
+        scalars = list(np.arange(count).astype(dtype))
+        back = load_checkpoint(save({"scalars": scalars}, tmp_path / "a.pt", compress=False))
+        assert back["scalars"] == scalars
+
+    def test_objects_that_only_together_are_too_many_are_refused_by_the_call(self, monkeypatch):
+        monkeypatch.setattr(torch_file, "BASE_ALLOWANCE_BYTES", 1 << 20)
+        tree = flatten([collections.Counter("abc") for _ in range(2_000)], opaque=True)
+        with pytest.raises(UnsupportedStateError, match="has 2,000 objects, .*; store fewer of them"):
+            PortableFormat(compress=True, level=0).check(tree)
+
+    def test_one_object_among_thousands_that_cannot_be_loaded_is_named(self):
+        state: list[Any] = [pathlib.PurePosixPath("a")] * 5_000
+        state[4_321] = Settings(3)
+        with pytest.raises(UnsupportedStateError, match="^4321 is a .*Settings, which load_checkpoint refuses"):
+            PortableFormat(compress=True, level=0).check(flatten(state, opaque=True))
+
     def test_an_array_that_occurs_twice_is_one_array_after_loading(self, tmp_path):
         array = np.arange(3)
         torch.save([array, array], tmp_path / "a.pt")
@@ -430,6 +469,8 @@ class TestFiles:
         ("m.pt", True, "m.pt.lz4"),
         ("m.pt.lz4", True, "m.pt.lz4"),
         ("m.pt.lz4", False, "m.pt.lz4"),
+        (".lz4", True, ".lz4.lz4"),
+        (".lz4", False, ".lz4"),
     ])  # fmt: skip
     def test_the_suffix_is_added_once(self, tmp_path, name, compress, expected):
         assert save({"a": 1}, tmp_path / name, compress=compress) == tmp_path / expected

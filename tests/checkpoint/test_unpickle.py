@@ -227,6 +227,12 @@ MACHINE = {
     "sparse indices outside": name("torch._utils", "_rebuild_sparse_tensor")
     + name("torch.serialization", "_get_layout") + text("torch.sparse_coo")
     + b"\x85R(" + tensor(0, [1, 2], [2, 1], kind="LongStorage") + tensor(0, [2], [1]) + b"K\x02\x85\x89t\x86R",
+    "a set with attributes of a tensor": name("torch._tensor", "_rebuild_from_type_v2") + b"("
+    + name("__builtin__", "set") + name("torch", "Tensor") + b"]\x85}tR",
+    "attributes of an array": name("torch._tensor", "_rebuild_from_type_v2") + b"("
+    + name("torch", "Size") + name("numpy", "ndarray") + b")}tR",
+    "attributes of attributes": name("torch._tensor", "_rebuild_from_type_v2") + b"q\x00" + name("torch", "Tensor")
+    + b"q\x01\x86)q\x02" + b"(h\x00h\x01h\x02}tq\x02" * 5000 + b"h\x00h\x02R",
     "a device of another kind": name("torch", "device") + text("cpu; import os") + b"\x85R",
 }  # fmt: skip
 
@@ -395,7 +401,7 @@ SLOW = ("empty lists", "nothing", "marks")
 def test_a_pickle_that_expands_is_refused_in_bounded_memory(tmp_path, program):
     path = forge(tmp_path / "bomb.pt", HEAD + BOMBS[program] + b".", compress=True)
     assert path.stat().st_size < 8 << 20
-    # The content, the limit of 1.5 GiB, and three times the size of the content.
+    # The content, the limit of 1.75 GiB, and three times the size of the content.
     assert "bytes, which is the limit" in run_limited(LOAD, path, 4000)
 
 
@@ -405,6 +411,25 @@ def test_every_instruction_counts(tmp_path, monkeypatch, block):
     path = forge(tmp_path / "bomb.pt", HEAD + block * 200_000 + b".")
     with pytest.raises(CorruptFileError, match="bytes, which is the limit"):
         load_checkpoint(path)
+
+
+LONG = struct.pack("<I", 30_000) + b"a" * 30_000
+KEYS = {
+    "integer": b"\x8b" + LONG,
+    "range": name("__builtin__", "range") + b"K\x00\x8b" + LONG + b"K\x01\x87R",
+    "text": b"X" + LONG,
+    "path": name("pathlib", "PurePosixPath") + b"X" + LONG + b"\x85R",
+    "tuple": b"\x8b" + LONG + b"\x85",
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_time_that_long_keys_take_is_bounded(tmp_path, monkeypatch, key):
+    monkeypatch.setattr(torch_file, "BASE_ALLOWANCE_BYTES", 1 << 20)
+    # Two keys that are equal: the second one is compared with the first one whenever it is looked up.
+    program = KEYS[key] + b"q\x00" + KEYS[key] + b"q\x01}h\x00Ns" + b"h\x01Ns" * 1000
+    with pytest.raises(CorruptFileError, match="bytes, which is the limit"):
+        load_checkpoint(forge(tmp_path / "keys.pt", HEAD + program + b"."))
 
 
 @pytest.mark.parametrize("store_size", [True, False])
@@ -460,11 +485,34 @@ def test_tensordicts_that_share_members_do_not_take_exponential_time(tmp_path):
         load_checkpoint(path)
 
 
-def test_a_torchscript_archive_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_torchscript_archive_is_refused_by_name(tmp_path, weights_only):
     path = forge(tmp_path / "a.pt", HEAD + b"N.", members={"archive/constants.pkl": HEAD + b")."})
-    for weights_only in (True, False):
-        with pytest.raises(CorruptFileError, match="is a TorchScript archive, expected a checkpoint"):
-            load_checkpoint(path, weights_only=weights_only)
+    with pytest.raises(CorruptFileError, match="is a TorchScript archive, expected a checkpoint"):
+        load_checkpoint(path, weights_only=weights_only)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_module_that_torchscript_saved_says_how_to_load_it(tmp_path, weights_only):
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "a.pt")
+    with pytest.raises(CorruptFileError, match="load it with torch.jit.load"):
+        load_checkpoint(tmp_path / "a.pt", weights_only=weights_only)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_an_archive_of_another_library_is_refused_in_one_sentence(tmp_path, weights_only):
+    np.savez(tmp_path / "a.npz", a=np.ones(3))
+    with pytest.raises(CorruptFileError, match="a.npz: .* not a checkpoint of torch.save: it has no member 'data.pkl'"):
+        load_checkpoint(tmp_path / "a.npz", weights_only=weights_only)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_another_pickle_protocol_is_refused_with_a_workaround(tmp_path, protocol):
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt", pickle_protocol=protocol)
+    with pytest.raises(CorruptFileError, match=f"has pickle protocol {protocol}, .* weights_only=False"):
+        load_checkpoint(tmp_path / "a.pt")
+    assert load_checkpoint(tmp_path / "a.pt", weights_only=False)["a"].sum() == 3
 
 
 def test_very_long_integers_of_a_file_can_be_compared(tmp_path):

@@ -1,5 +1,6 @@
 """Selecting keys: by name, by pattern, by exact path; whatever matches nothing is reported."""
 
+import enum
 import math
 from collections import OrderedDict
 from typing import Any
@@ -120,6 +121,33 @@ def test_a_string_is_one_key_and_not_its_letters():
 def test_any_key_can_be_selected_by_its_name_or_its_path(key, value):
     selected = chosen(ODD, [key])
     assert list(selected.values()) == [value]
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+WEIGHT = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("b", {"b": 3}),
+        ("Color.RED", {Color.RED: [1, 2]}),
+        ([(Color.RED, 1)], {Color.RED: [2]}),
+        ([((Color.RED, 0), "x")], {(Color.RED, 0): {"x": 4}}),
+        ([(WEIGHT,)], {WEIGHT: 5}),
+        ("*x", {(Color.RED, 0): {"x": 4}}),
+    ],
+    ids=str,
+)
+def test_keys_may_be_objects_in_the_same_process(keys, expected):
+    state = {"b": 3, Color.RED: [1, 2], (Color.RED, 0): {"x": 4}, WEIGHT: 5}
+    tree = flatten(state, opaque=True).select_keys(keys)
+    assert unflatten(tree.structure, tree.leaves, tree.objects) == expected
+    with pytest.raises(MissingEntryError, match="top-level keys are 'b', 'Color.RED', "):
+        flatten(state, opaque=True).select_keys("absent")
 
 
 def test_a_null_and_an_empty_container_can_be_selected():

@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from slipstream.checkpoint.formats import ZIP_MAGIC
 from slipstream.errors import CorruptFileError
-
-ZIP_MAGIC = b"PK\x03\x04"
 
 # Bounds the memory for the list of members. Half a million tensors have a directory of this size.
 MAX_DIRECTORY_BYTES = 48 << 20
@@ -42,6 +41,8 @@ _MAX_COMMENT = 0xFFFF
 _SATURATED_16 = 0xFFFF
 _SATURATED_32 = 0xFFFFFFFF
 _EXTRA_64_BIT = 1
+# The attribute of a folder.
+_IS_FOLDER = 1 << 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ def _parse_entry(directory: bytes, position: int) -> tuple[Member, int]:
         raise CorruptFileError("is damaged: its directory ends early")
     fields = _ENTRY.unpack_from(directory, position)
     magic, _, _, _, method, _, _, crc, packed_bytes, nbytes, name_bytes, extra_bytes, comment_bytes = fields[:13]
-    header = fields[-1]
+    attributes, header = fields[-2:]
     # The entry is followed by its name, its extra fields and its comment.
     name_at = position + _ENTRY.size
     extra_at = name_at + name_bytes
@@ -208,10 +209,14 @@ def _parse_entry(directory: bytes, position: int) -> tuple[Member, int]:
     if magic != _ENTRY_MAGIC or next_at > len(directory):
         raise CorruptFileError("is damaged: its directory is invalid")
     name = directory[name_at:extra_at]
+    # Torch reads no content of a folder, and would return memory that it has not initialized.
+    if attributes & _IS_FOLDER and nbytes:
+        raise CorruptFileError(f"is damaged: {name[:80]!r} is a folder with content")
     # Compressed content could expand to any size.
     if method:
         raise CorruptFileError(
-            f"is not an archive of torch.save: {name[:80]!r} is compressed; extract it and pack it with `zip -0`"
+            f"is not an archive of torch.save: {name[:80]!r} is compressed; if it is a TorchScript archive, load it "
+            "with torch.jit.load, otherwise extract it and pack it with `zip -0`"
         )
     if _SATURATED_32 in (nbytes, packed_bytes, header):
         extra = directory[extra_at : extra_at + extra_bytes]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 FormatName = Literal["native", "lz4", "pt", "safetensors"]
 
-_LZ4_MAGIC = b"\x04\x22\x4d\x18"
-_ZIP_MAGIC = b"PK\x03\x04"
+LZ4_MAGIC = b"\x04\x22\x4d\x18"
+ZIP_MAGIC = b"PK\x03\x04"
 # Before torch 1.6, torch.save wrote bare pickles, which begin with this opcode.
 _PICKLE_OPCODE = b"\x80"
 # A safetensors file begins with the size of its header, which is a JSON object.
@@ -45,9 +45,9 @@ def find_format(path: str | os.PathLike[str]) -> FormatName:
         file_bytes = os.fstat(file.fileno()).st_size
     if head.startswith(MAGIC):
         return "native"
-    if head.startswith(_LZ4_MAGIC):
+    if head.startswith(LZ4_MAGIC):
         return "lz4"
-    if head.startswith((_ZIP_MAGIC, _PICKLE_OPCODE)):
+    if head.startswith((ZIP_MAGIC, _PICKLE_OPCODE)):
         return "pt"
     header_bytes = int.from_bytes(head[:_SIZE_BYTES], "little")
     if head[_SIZE_BYTES:].startswith(b"{") and header_bytes < file_bytes:

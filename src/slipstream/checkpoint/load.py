@@ -38,7 +38,7 @@ def load_checkpoint(
     Decompression is parallel. A delta reads its parents as well.
 
     Memory is bounded. LZ4 data may expand to 1 GiB, or to 32 times the size of the file if that is more; Python objects
-    of a ``.pt`` file may take 1.5 GiB, and three times the size of its content. What exceeds these limits is refused
+    of a ``.pt`` file may take 1.75 GiB, and three times the size of its content. What exceeds these limits is refused
     before it is allocated, and every file that we write stays below.
 
     Args:
@@ -112,7 +112,8 @@ def load_file(
         with NativeFile(path) as file:
             return move(file.load(keys), device)
     if kind == "safetensors":
-        state = _load_safetensors(path, device)
+        # Not by safetensors itself: it knows few devices, and an unknown one would look like damage.
+        state = move(_load_safetensors(path), device)
     else:
         state = read_portable(path, compressed=kind == "lz4", device=device, weights_only=weights_only)
     if keys is None:
@@ -137,7 +138,7 @@ def _transfer(tensor: torch.Tensor, device: str | torch.device, moved: dict[int,
     return target.requires_grad_(tensor.requires_grad)
 
 
-def _load_safetensors(path: Path, device: str | torch.device) -> Any:
+def _load_safetensors(path: Path) -> Any:
     try:
         from safetensors.torch import load_file as load_tensors  # noqa: PLC0415 - an extra
     except ImportError as error:
@@ -145,7 +146,7 @@ def _load_safetensors(path: Path, device: str | torch.device) -> Any:
             f"{path}: is a safetensors file, and that package is not installed: {install_hint('safetensors')}"
         ) from error
     try:
-        return load_tensors(path, device=str(device))
+        return load_tensors(path)
     except FileNotFoundError:
         raise
     except Exception as error:

@@ -19,8 +19,6 @@ from slipstream.codecs.bytes import (
 from slipstream.errors import CodecError, CorruptFileError
 from slipstream.memory import machine_bytes
 
-LZ4_MAGIC = b"\x04\x22\x4d\x18"
-
 _SAMPLE_BYTES = 64 << 10
 _WORTHWHILE = 0.98
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+import numpy as np
 import torch
 
-from slipstream.checkpoint.archive import ZIP_MAGIC
-from slipstream.checkpoint.formats import Written
-from slipstream.checkpoint.lz4_file import LZ4_MAGIC, FrameWriter, decompress
+from slipstream.checkpoint.formats import LZ4_MAGIC, ZIP_MAGIC, Written
+from slipstream.checkpoint.lz4_file import FrameWriter, decompress
 from slipstream.checkpoint.torch_file import (
     first_line,
     is_trusted,
@@ -29,9 +29,10 @@ from slipstream.checkpoint.torch_file import (
     require_device,
     save_torch,
 )
-from slipstream.errors import CorruptFileError, FormatVersionError, UnsupportedStateError, naming
+from slipstream.errors import CorruptFileError, UnsupportedStateError, naming
 from slipstream.schema.nodes import MAX_DEPTH, Key, name_of
 from slipstream.schema.refusals import advice_for
+from slipstream.schema.writer import LONG_KINDS
 from slipstream.store.header import MAGIC
 from slipstream.store.local import atomic_write, open_regular, require_replaceable, translate_errors
 from slipstream.tensors import TORCH
@@ -45,7 +46,9 @@ logger = logging.getLogger(__name__)
 
 PACKED_SUFFIX = ".lz4"
 MAX_TENSORS = 1 << 18
-"""How many tensors and arrays a portable checkpoint may have, so that the default load can read it."""
+"""How many tensors, arrays, and NumPy scalars of text, bytes or dates a portable checkpoint may have.
+
+More than that could exceed the allowance of the default load."""
 
 # Besides the state, the stack of the thread that saves has frames of the caller, of the worker and of torch.
 _SPARE_DEPTH = 100
@@ -81,24 +84,22 @@ class PortableFormat:
         _check_tensors(tree)
         if not self.weights_only:
             return
-        if len(tree.leaves) > MAX_TENSORS:
-            raise UnsupportedStateError(
-                f"the state has {len(tree.leaves):,} tensors, a .pt file takes at most {MAX_TENSORS:,}; stack small "
-                'tensors, or save with format="native"'
-            )
+        _check_size(tree)
         # Copying these would take as much time and memory as saving them, and they are known to load.
         objects = [value for value in tree.objects if not _is_known_tensor(value)]
         # One attempt for all, because most are accepted. Only a failure needs to find out which one is to blame.
         if not objects or not _find_problem(objects):
             return
-        for value in objects:
-            problem = _find_problem([value])
-            if problem:
-                raise UnsupportedStateError(
-                    f"{_name_in(tree, value)} is a {_name_of_type(value)}, {problem}; {advice_for(value)}, or "
-                    "pass weights_only=False to save_async and load_checkpoint"
-                )
-        raise UnsupportedStateError(f"the state has objects, {_find_problem(objects)}; store fewer of them")
+        value = _find_culprit(objects)
+        problem = _find_problem([value])
+        if problem:
+            raise UnsupportedStateError(
+                f"{_name_in(tree, value)} is a {_name_of_type(value)}, {problem}; {advice_for(value)}, or "
+                "pass weights_only=False to save_async and load_checkpoint"
+            )
+        raise UnsupportedStateError(
+            f"the state has {len(objects):,} objects, {_find_problem(objects)}; store fewer of them"
+        )
 
     def write(self, path: Path, snapshot: Snapshot, metadata: Any) -> Written:
         """Write a snapshot, durably and atomically, and delete the file with the other suffix that it replaces.
@@ -151,7 +152,7 @@ def write_portable(
 
 def packed_path(path: Path) -> Path:
     """Return the name of the compressed file for a path: with ``.lz4``, once."""
-    if path.name.endswith(PACKED_SUFFIX):
+    if path.suffix == PACKED_SUFFIX:
         return path
     return path.with_name(path.name + PACKED_SUFFIX)
 
@@ -160,8 +161,8 @@ def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bo
     """Read what ``torch.save`` wrote; compares every byte of tensors with its checksum.
 
     Takes the memory of the tensors, and for a compressed file that of its content besides. What a small file may expand
-    to is bounded by `content_limit`. The memory of Python objects is bounded by 1.5 GiB and three times the size of the
-    content.
+    to is bounded by `content_limit`. The memory of Python objects is bounded by 1.75 GiB and three times the size of
+    the content.
 
     Args:
         path: The file.
@@ -183,6 +184,29 @@ def read_portable(path: Path, *, compressed: bool, device: Any, weights_only: bo
         if is_trusted(weights_only):
             return load_trusted(content, device)
         return load_untrusted(content, device)
+
+
+def _check_size(tree: Tree) -> None:
+    """Raise if the state has too many values for the default load.
+
+    The allowance of a load is enough for `MAX_TENSORS` of the values that take most besides as many others as a state
+    may have, see `slipstream.checkpoint.inert`.
+    """
+    num_tensors = len(tree.leaves) + tree.num_long_scalars
+    if num_tensors <= MAX_TENSORS:
+        return
+    if not tree.num_long_scalars:
+        raise UnsupportedStateError(
+            f"the state has {num_tensors:,} tensors, a .pt file takes at most {MAX_TENSORS:,}; stack small tensors, or "
+            'save with format="native"'
+        )
+    for key, value in tree.values(TORCH):
+        if isinstance(value, np.generic) and value.dtype.kind in LONG_KINDS:
+            raise UnsupportedStateError(
+                f"{name_of(key, 'the state')[:200]} is one of {num_tensors:,} tensors and NumPy scalars of text, bytes "
+                f"or dates, a .pt file takes at most {MAX_TENSORS:,}; store an array instead of a list of scalars, or "
+                'save with format="native"'
+            )
 
 
 def _check_tensors(tree: Tree) -> None:
@@ -243,6 +267,18 @@ def _find_problem(values: list[Any]) -> str:
     return ""
 
 
+def _find_culprit(objects: list[Any]) -> Any:
+    """Return one of some objects that cannot be loaded again, if there is one by itself."""
+    # Halve them each time: there may be hundreds of thousands.
+    while len(objects) > 1:
+        middle = len(objects) // 2
+        half = objects[:middle]
+        if not _find_problem(half):
+            half = objects[middle:]
+        objects = half
+    return objects[0]
+
+
 def _name_of_type(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
@@ -258,11 +294,9 @@ def _is_known_tensor(value: Any) -> bool:
 
 def _name_in(tree: Tree, value: Any) -> str:
     """Return the key of an object as text."""
-    # A walk over the values stops where an object is a key.
-    with contextlib.suppress(FormatVersionError):
-        for key, found in tree.values(TORCH):
-            if found is value:
-                return name_of(key, "the state")[:200]
+    for key, found in tree.values(TORCH):
+        if found is value:
+            return name_of(key, "the state")[:200]
     return "a key in the state"
 
 
@@ -275,8 +309,8 @@ def _make_newest(target: Path, file: BinaryIO) -> None:
 
 def _twin(path: Path) -> Path:
     """Return the file that `load_checkpoint` takes for the same checkpoint: with ``.lz4``, or without."""
-    if path.name.endswith(PACKED_SUFFIX):
-        return path.with_name(path.name.removesuffix(PACKED_SUFFIX))
+    if path.suffix == PACKED_SUFFIX:
+        return path.with_suffix("")
     return packed_path(path)
 
 
@@ -285,7 +319,7 @@ def _delete_twin(path: Path, written: Path) -> None:
 
     A path that ends with ``.lz4`` names one file, so nothing else is deleted.
     """
-    if path.name.endswith(PACKED_SUFFIX):
+    if path.suffix == PACKED_SUFFIX:
         return
     twin = _twin(written)
     try:

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from slipstream.checkpoint import rebuild_tensors
-from slipstream.checkpoint.allowance import Allowance
-from slipstream.checkpoint.inert import Constructor, RefusedNameError, Symbol, Unfinished
+from slipstream.checkpoint.inert import IGNORED, Allowance, Constructor, RefusedNameError, Symbol, Unfinished
 from slipstream.checkpoint.rebuild_tensors import SPARSE_COMPRESSED, check_shape, require_type
 from slipstream.errors import FormatVersionError
 from slipstream.schema.dtypes import DTYPES, parse_numpy_dtype
@@ -224,6 +223,9 @@ NAMES: dict[str, Any] = {
     "torch._utils _rebuild_tensor_v2": Constructor(rebuild_tensors.build_tensor_v2),
     "torch._utils _rebuild_tensor_v3": Constructor(rebuild_tensors.build_tensor_v3),
     "torch._utils _rebuild_parameter": Constructor(rebuild_tensors.build_parameter),
+    "torch._utils _rebuild_parameter_with_state": Constructor(rebuild_tensors.build_parameter_with_attributes),
+    "torch._tensor _rebuild_from_type_v2": Constructor(rebuild_tensors.build_tensor_with_attributes),
+    "torch Tensor": Symbol(torch.Tensor),
     "torch._utils _rebuild_meta_tensor_no_storage": Constructor(rebuild_tensors.build_meta_tensor),
     "torch._utils _rebuild_qtensor": Constructor(rebuild_tensors.build_quantized_tensor),
     "torch._utils _rebuild_sparse_tensor": Constructor(rebuild_tensors.build_sparse_tensor),
@@ -231,8 +233,9 @@ NAMES: dict[str, Any] = {
     "torch per_channel_affine": torch.per_channel_affine,
     "tensordict._td TensorDict": Symbol("TensorDict"),
     "tensordict._reductions _make_td": Constructor(rebuild_tensors.build_tensordict),
+    "tensordict.utils _LockedSchema": IGNORED,
 }
-"""Everything that a portable checkpoint may name, as ``"module name"``."""
+"""Everything that a portable checkpoint may name, as ``"module name"``: a constructor, a symbol or a constant."""
 
 # Python 3 writes protocol 2 with the names of Python 2.
 for _name, _entry in _BUILTINS.items():

@@ -2,7 +2,7 @@
 
 Sizes and strides stay inside the storage, quantized tensors have as many scales as channels, and the indices of sparse
 tensors are validated. The signatures are those of the functions that ``torch.save`` names, after the allowance. Hooks
-are ignored.
+and Python attributes are ignored.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from slipstream.checkpoint.allowance import Allowance
-from slipstream.checkpoint.inert import Storage, Symbol
+from slipstream.checkpoint.inert import Allowance, Constructor, Storage, Symbol
 from slipstream.schema.nodes import MAX_DEPTH
 from slipstream.schema.structure import MAX_AXES
 from slipstream.schema.values import MAX_INDEX
@@ -27,7 +26,8 @@ _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
 # What looking at a nested TensorDict counts as. Building one takes a hundred times as long as a list.
 _TENSORDICT_BYTES = 1 << 13
 _TENSORDICT_FIELDS = frozenset({"_tensordict", "_batch_size", "_device", "_td_dim_names"})
-_TENSORDICT_FLAGS = frozenset({"_is_locked", "_is_shared", "_is_memmap"})
+# Whether it is locked, and what it caches: neither is part of its value.
+_TENSORDICT_FLAGS = frozenset({"_is_locked", "_is_shared", "_is_memmap", "_locked_schema", "_has_mps_val"})
 
 
 def require_type(value: Any, *kinds: type) -> Any:
@@ -142,6 +142,25 @@ def build_parameter(_: Allowance, data: Any, requires_grad: Any, _hooks: Any) ->
     return torch.nn.Parameter(require_type(data, torch.Tensor), require_type(requires_grad, bool))
 
 
+def build_parameter_with_attributes(
+    allowance: Allowance, data: Any, requires_grad: Any, hooks: Any, _attributes: Any
+) -> torch.nn.Parameter:
+    """Build a parameter that had Python attributes, which are not part of its value."""
+    return build_parameter(allowance, data, requires_grad, hooks)
+
+
+def build_tensor_with_attributes(
+    allowance: Allowance, build: Any, kind: Any, arguments: Any, _attributes: Any
+) -> torch.Tensor:
+    """Build a tensor that had Python attributes, such as a ``torch.nn.Buffer``. Subclasses are not in the table."""
+    # It must not build itself: a file could nest that to any depth.
+    build_plain = require_type(build, Constructor).build
+    if require_type(kind, Symbol).meaning is not torch.Tensor or build_plain is build_tensor_with_attributes:
+        raise ValueError("attributes are set on something else than a tensor")
+    tensor: torch.Tensor = require_type(build_plain(allowance, *arguments), torch.Tensor)
+    return tensor
+
+
 def build_meta_tensor(_: Allowance, dtype: Any, shape: Any, strides: Any, requires_grad: Any) -> torch.Tensor:
     """Build a tensor without memory."""
     # No memory is allocated, so that any size is harmless.
@@ -237,7 +256,6 @@ def build_tensordict(allowance: Allowance, kind: Any, state: Any) -> Any:
     device = require_type(state["_device"], type(None), torch.device)
     if device is not None:
         device = str(device)
-    # Flags are ignored: whether a TensorDict is locked or shared is not part of its value.
     return TORCH.tensordict(dict(members), list(check_shape(state["_batch_size"])), names, device)
 
 

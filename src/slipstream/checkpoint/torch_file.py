@@ -14,10 +14,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from slipstream.checkpoint.allowance import BASE_ALLOWANCE_BYTES, CONTENT_FACTOR
-from slipstream.checkpoint.archive import ZIP_MAGIC, Archive
-from slipstream.checkpoint.inert import RefusedNameError
-from slipstream.checkpoint.rebuild import NAMES
+from slipstream.checkpoint.archive import Archive
+from slipstream.checkpoint.formats import ZIP_MAGIC
+from slipstream.checkpoint.inert import BASE_ALLOWANCE_BYTES, CONTENT_FACTOR, RefusedNameError
 from slipstream.checkpoint.unpickle import Unpickler
 from slipstream.errors import ConfigurationError, CorruptFileError, SlipstreamError, WriteError
 
@@ -66,7 +65,7 @@ def load_untrusted(file: BinaryIO, device: Any) -> Any:
     if order != b"little":
         raise CorruptFileError(f"has byte order {order[:20]!r}, expected b'little'; load it with weights_only=False")
     allowance = BASE_ALLOWANCE_BYTES + CONTENT_FACTOR * archive.nbytes
-    unpickler = Unpickler(archive.read("data.pkl"), NAMES, _storages(archive, device), allowance)
+    unpickler = Unpickler(archive.read("data.pkl"), _storages(archive, device), allowance)
     try:
         return unpickler.load()
     except RefusedNameError as error:
@@ -100,8 +99,10 @@ def load_trusted(file: BinaryIO, device: Any) -> Any:
     except (SlipstreamError, MemoryError):
         raise
     except Exception as error:
-        # A file that matches its checksums is sound. The error comes from a device, or from a class that it needs.
-        if archive is not None and archive.has_checksums and not isinstance(error, pickle.UnpicklingError):
+        # The content matches its checksums, so that the error comes from a device, or from a class that it needs. But
+        # torch compares more fields of the archive than `Archive`.
+        is_damaged = isinstance(error, pickle.UnpicklingError) or "PytorchStreamReader" in str(error)
+        if archive is not None and archive.has_checksums and not is_damaged:
             raise
         raise CorruptFileError(f"is not a checkpoint that torch can load ({first_line(error)})") from error
 
@@ -144,6 +145,8 @@ def _open_archive(file: BinaryIO) -> Archive | None:
     archive = Archive(file)
     if "constants.pkl" in archive:
         raise CorruptFileError("is a TorchScript archive, expected a checkpoint; load it with torch.jit.load")
+    # Other libraries write archives, too. This raises if it is one of theirs.
+    archive.size("data.pkl")
     return archive
 
 

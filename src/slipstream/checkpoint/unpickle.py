@@ -23,15 +23,16 @@ from __future__ import annotations
 import pickle
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from slipstream.checkpoint.allowance import Allowance
 from slipstream.checkpoint.inert import (
+    IGNORED,
     INERT,
+    Allowance,
     Arguments,
     Constructor,
     RefusedNameError,
@@ -40,6 +41,7 @@ from slipstream.checkpoint.inert import (
     Unfinished,
     require_values,
 )
+from slipstream.checkpoint.rebuild import NAMES
 from slipstream.errors import SlipstreamError
 
 _MAX_NAME_BYTES = 1000
@@ -52,10 +54,13 @@ _DICTS = frozenset({dict, OrderedDict, Counter})
 # What the constructors of `rebuild` raise for arguments that `torch.save` does not write.
 _INVALID = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, struct.error)
 
-_INT32 = struct.Struct("<i")
-_UINT16 = struct.Struct("<H")
 _UINT32 = struct.Struct("<I")
-_FLOAT64 = struct.Struct(">d")
+_NUMBERS = {
+    pickle.BININT1: struct.Struct("<B"),
+    pickle.BININT2: struct.Struct("<H"),
+    pickle.BININT: struct.Struct("<i"),
+    pickle.BINFLOAT: struct.Struct(">d"),
+}
 _CONSTANTS: dict[bytes, Any] = {
     pickle.NONE: None,
     pickle.NEWTRUE: True,
@@ -63,8 +68,6 @@ _CONSTANTS: dict[bytes, Any] = {
     pickle.EMPTY_TUPLE: (),
 }
 
-Names = Mapping[str, Any]
-"""The closed table: a `Constructor`, a `Symbol`, or a harmless constant for every name, as ``"module name"``."""
 LoadStorage = Callable[[str, str], torch.UntypedStorage]
 """Returns the memory that a file has under a key; the second argument is the device that it was saved from."""
 
@@ -74,15 +77,13 @@ class Unpickler(Allowance):
 
     Args:
         data: The pickle.
-        names: The closed table.
         load_storage: Returns the memory of tensors. Its errors are passed on as they are.
         allowance: How much memory the result may take, in bytes. Tensors are not counted.
     """
 
-    def __init__(self, data: bytes, names: Names, load_storage: LoadStorage, allowance: int) -> None:
+    def __init__(self, data: bytes, load_storage: LoadStorage, allowance: int) -> None:
         super().__init__(allowance)
         self._data = data
-        self._names = names
         self._load_storage = load_storage
         self._position = 0
         self._stack: list[Any] = []
@@ -105,6 +106,8 @@ class Unpickler(Allowance):
                 self._stop_early()
             if instruction in _CONSTANTS:
                 self._stack.append(_CONSTANTS[instruction])
+            elif instruction in _NUMBERS:
+                self._stack.append(self._number(_NUMBERS[instruction]))
             elif instruction == pickle.STOP:
                 return self._pop_result()
             elif instruction == pickle.BINPERSID:
@@ -201,22 +204,13 @@ class Unpickler(Allowance):
     def _protocol(self) -> None:
         version = self._read(1)[0]
         if version != 2:
-            raise pickle.UnpicklingError(f"it has pickle protocol {version}, torch.save writes 2 by default")
+            raise pickle.UnpicklingError(
+                f"it has pickle protocol {version}, torch.save writes 2 by default; load_checkpoint(..., "
+                "weights_only=False) reads it if you trust its author"
+            )
 
     def _mark(self) -> None:
         self._marks.append(len(self._stack))
-
-    def _int1(self) -> None:
-        self._stack.append(self._read(1)[0])
-
-    def _int2(self) -> None:
-        self._stack.append(self._number(_UINT16))
-
-    def _int4(self) -> None:
-        self._stack.append(self._number(_INT32))
-
-    def _float(self) -> None:
-        self._stack.append(self._number(_FLOAT64))
 
     def _short_int(self) -> None:
         self._stack.append(pickle.decode_long(self._read(self._read(1)[0])))
@@ -334,9 +328,9 @@ class Unpickler(Allowance):
     def _global(self) -> None:
         # Nothing is imported: what is not in the table does not exist.
         name = f"{self._line()} {self._line()}"
-        if name not in self._names:
+        if name not in NAMES:
             raise RefusedNameError(name.replace(" ", "."))
-        self._stack.append(self._names[name])
+        self._stack.append(NAMES[name])
 
     def _reduce(self) -> None:
         # Only what the table returned can be called, never an object that the pickle has built.
@@ -345,6 +339,13 @@ class Unpickler(Allowance):
         if type(constructor) is not Constructor or not isinstance(arguments, tuple):
             raise pickle.UnpicklingError(f"a {type(constructor).__qualname__} is called")
         self._push_container(constructor.build(self, *arguments))
+
+    def _new_object(self) -> None:
+        # Named tuples are written like this. What a locked TensorDict caches is the only one that is expected.
+        self._pop()
+        if self._pop() is not IGNORED:
+            raise pickle.UnpicklingError("an object is created without a call")
+        self._stack.append(None)
 
     def _build(self) -> None:
         state = self._pop()
@@ -370,10 +371,6 @@ class Unpickler(Allowance):
     _INSTRUCTIONS: ClassVar[dict[bytes, Callable[[Unpickler], None]]] = {
         pickle.PROTO: _protocol,
         pickle.MARK: _mark,
-        pickle.BININT1: _int1,
-        pickle.BININT2: _int2,
-        pickle.BININT: _int4,
-        pickle.BINFLOAT: _float,
         pickle.LONG1: _short_int,
         pickle.LONG4: _long_int,
         pickle.BINUNICODE: _text,
@@ -395,5 +392,6 @@ class Unpickler(Allowance):
         pickle.LONG_BINPUT: _put4,
         pickle.GLOBAL: _global,
         pickle.REDUCE: _reduce,
+        pickle.NEWOBJ: _new_object,
         pickle.BUILD: _build,
     }

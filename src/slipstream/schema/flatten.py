@@ -39,26 +39,28 @@ class Tree:
         leaves: The tensors and arrays, in the order of the structure.
         nodes: The key and the node of every leaf.
         objects: Other objects, if `flatten` accepts them. Their nodes say which is where.
+        num_long_scalars: How many NumPy scalars are text, bytes or dates. A pickle has the whole dtype of each.
     """
 
     structure: Json
     leaves: list[Any]
     nodes: list[tuple[Key, Json]]
     objects: list[Any]
+    num_long_scalars: int = 0
 
     def select_keys(self, keys: Keys) -> Tree:
         """Return the branches whose keys were asked for. See `slipstream.schema.structure.select_keys`."""
-        structure = select_keys(self.structure, keys)
+        structure = select_keys(self.structure, keys, self.objects)
         # The nodes themselves are kept, so their identity tells which leaves are left.
         leaf_of_node = {id(node): leaf for (_, node), leaf in zip(self.nodes, self.leaves, strict=True)}
-        nodes = list(leaf_nodes(structure))
+        nodes = list(leaf_nodes(structure, (), self.objects))
         leaves = [leaf_of_node[id(node)] for _, node in nodes]
         return Tree(structure, leaves, nodes, self.objects)
 
     def values(self, torch: TorchValues | None = None) -> Iterator[tuple[Key, Any]]:
         """Yield every leaf and every plain value with its key, in order. See `unflatten` for `torch`."""
         leaves = iter(self.leaves)
-        for key, node in end_nodes(self.structure):
+        for key, node in end_nodes(self.structure, self.objects):
             if tag_of(node) in LEAF_TAGS:
                 yield key, next(leaves)
             else:
@@ -88,7 +90,7 @@ def flatten(value: Any, *, opaque: bool = False, key: Key = ()) -> Tree:
     """
     writer = Writer(opaque=opaque)
     structure = writer.write(value, key)
-    return Tree(structure, writer.leaves, writer.nodes, writer.objects)
+    return Tree(structure, writer.leaves, writer.nodes, writer.objects, writer.num_long_scalars)
 
 
 def check_storable(tensor: Any, key: Key) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
+import numpy as np
 
 from slipstream.errors import ConfigurationError, MissingEntryError
 from slipstream.schema.nodes import Key, name_of
@@ -47,7 +49,7 @@ class Selection:
         return name in self.names or any(_fits(name, pattern) for pattern in self.patterns)
 
 
-def resolve_keys(structure: Json, keys: Keys) -> Selection:
+def resolve_keys(structure: Json, keys: Keys, objects: Sequence[Any] = ()) -> Selection:
     """Find which keys of a structure a user means.
 
     A string is a name such as ``"policy/actor.weight"``. It is matched literally, so that names with ``[``, ``*`` or
@@ -58,6 +60,7 @@ def resolve_keys(structure: Json, keys: Keys) -> Selection:
     Args:
         structure: As it was read from a file, or as `slipstream.schema.flatten.flatten` returns it.
         keys: A string, which is one key, or a collection of strings and tuples.
+        objects: The objects of the same `slipstream.schema.flatten.Tree`; a file has none.
 
     Raises:
         ConfigurationError: If `keys` is empty.
@@ -75,7 +78,7 @@ def resolve_keys(structure: Json, keys: Keys) -> Selection:
 
     found_names: set[str] = set()
     found_paths: set[Hashable] = set()
-    for key in all_keys(structure):
+    for key in all_keys(structure, objects):
         name = name_of(key)
         if name in names:
             found_names.add(name)
@@ -83,7 +86,7 @@ def resolve_keys(structure: Json, keys: Keys) -> Selection:
         if paths:
             found_paths.update(paths & {_exact(key)})
 
-    patterns = _find_patterns(structure, names - found_names)
+    patterns = _find_patterns(structure, names - found_names, objects)
     missing = []
     for wanted in requested:
         if isinstance(wanted, str):
@@ -95,9 +98,9 @@ def resolve_keys(structure: Json, keys: Keys) -> Selection:
     return Selection(frozenset(found_names), tuple(sorted(patterns)), frozenset(found_paths), tuple(missing))
 
 
-def missing_error(structure: Json, missing: Iterable[str | Key]) -> MissingEntryError:
+def missing_error(structure: Json, missing: Iterable[str | Key], objects: Sequence[Any] = ()) -> MissingEntryError:
     """Return the error for keys that match nothing: names all of them, and similar keys that exist."""
-    names = [name_of(key) for key in itertools.islice(all_keys(structure), _MAX_COMPARED)]
+    names = [name_of(key) for key in itertools.islice(all_keys(structure, objects), _MAX_COMPARED)]
     problems = []
     for wanted in missing:
         name = wanted
@@ -108,7 +111,7 @@ def missing_error(structure: Json, missing: Iterable[str | Key]) -> MissingEntry
         if similar:
             problem += f" (similar: {_listed(similar)})"
         problems.append(problem)
-    top = [name_of((part,)) for part, _ in members_of(structure, ()) or ()]
+    top = [name_of((part,)) for part, _ in members_of(structure, (), objects) or ()]
     if not top:
         return MissingEntryError(f"the state has no keys, so nothing matches {', '.join(problems)}")
     return MissingEntryError(f"the state has no key {', '.join(problems)}; its top-level keys are {_listed(top)}")
@@ -130,14 +133,14 @@ def _as_list(keys: Keys) -> list[str | Key]:
     return requested
 
 
-def _find_patterns(structure: Json, names: set[str]) -> set[str]:
+def _find_patterns(structure: Json, names: set[str], objects: Sequence[Any]) -> set[str]:
     """Return those of the names that are patterns and match a key."""
     wanted = set(filter(_is_pattern, names))
     found: set[str] = set()
     # Walking over the structure takes time, which a selection without patterns need not spend.
     if not wanted:
         return found
-    for key in all_keys(structure):
+    for key in all_keys(structure, objects):
         name = name_of(key)
         for pattern in wanted - found:
             if _fits(name, pattern):
@@ -159,8 +162,8 @@ def _exact(part: Any) -> Hashable:
     """Return something that is equal for keys of equal value and type only. Raises `TypeError` if it is no key."""
     if type(part) is tuple:
         return tuple(map(_exact, part))
-    # A NaN differs from itself, yet it can be a key.
-    if part != part:  # noqa: PLR0124
+    # A NaN differs from itself, yet it can be a key. The comparison of other objects need not be a truth value.
+    if isinstance(part, (float, complex, np.generic)) and part != part:  # noqa: PLR0124
         return (type(part), "NaN")
     return (type(part), part)
 

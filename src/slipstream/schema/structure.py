@@ -79,7 +79,7 @@ def leaves_of(structure: Json, key: Key = ()) -> Iterator[tuple[Leaf, Json]]:
         yield leaf, node
 
 
-def select_keys(structure: Json, keys: Keys) -> Json:
+def select_keys(structure: Json, keys: Keys, objects: Sequence[Any] = ()) -> Json:
     """Return the branches of a structure whose keys were asked for, each with everything below it.
 
     Containers keep their type; lists and tuples keep only the selected items, in order. The nodes of the branches are
@@ -89,6 +89,7 @@ def select_keys(structure: Json, keys: Keys) -> Json:
         structure: As it was read from a file, or as `slipstream.schema.flatten.flatten` returns it.
         keys: A string, which is one name or pattern, or a collection of names, patterns and exact paths (tuples); see
             `slipstream.schema.keys.resolve_keys`.
+        objects: The objects of the same `slipstream.schema.flatten.Tree`; a file has none.
 
     Raises:
         MissingEntryError: If a key matches nothing. Names all such keys, and similar ones that exist.
@@ -100,10 +101,10 @@ def select_keys(structure: Json, keys: Keys) -> Json:
         >>> select_keys({"policy": {"actor": 1, "critic": 2}, "step": 3}, ["policy/act*", ("step",)])
         {'policy': {'actor': 1}, 'step': 3}
     """
-    selection = resolve_keys(structure, keys)
+    selection = resolve_keys(structure, keys, objects)
     if selection.missing:
-        raise missing_error(structure, selection.missing)
-    return _select(structure, selection.matches, ())
+        raise missing_error(structure, selection.missing, objects)
+    return _select(structure, selection.matches, (), objects)
 
 
 def drop_keys(structure: Json, keys: Keys) -> Json:
@@ -121,15 +122,15 @@ def drop_keys(structure: Json, keys: Keys) -> Json:
     return _drop(structure, resolve_keys(structure, keys).matches, ())
 
 
-def _select(structure: Json, matches: Callable[[Key], bool], key: Key) -> Json | None:
+def _select(structure: Json, matches: Callable[[Key], bool], key: Key, objects: Sequence[Any]) -> Json | None:
     """Return the branches below a key that match, or None if there are none. `resolve_keys` has checked the depth."""
     kept: dict[int, Json] = {}
-    for position, (part, member) in enumerate(members_of(structure, key) or ()):
+    for position, (part, member) in enumerate(members_of(structure, key, objects) or ()):
         at = (*key, part)
         if matches(at):
             kept[position] = member
             continue
-        branch = _select(member, matches, at)
+        branch = _select(member, matches, at, objects)
         if branch is not None:
             kept[position] = branch
     if not kept:

@@ -21,6 +21,9 @@ from slipstream.schema.storable import OBJECT, storable_tag
 from slipstream.schema.structure import MAX_AXES
 from slipstream.schema.values import KINDS, Json, is_exact_int, is_exact_text, write_device
 
+LONG_KINDS = "SUVmM"
+"""The kinds of NumPy scalars whose dtypes are not singletons: text, bytes and dates."""
+
 
 def _container(write: Callable[[Writer, Any, Key], Json]) -> Callable[[Writer, Any, Key], Json]:
     """Make a method that writes a container check the limits, and that the container is not inside itself."""
@@ -50,6 +53,7 @@ class Writer:
         self.leaves: list[Any] = []
         self.nodes: list[tuple[Key, Json]] = []
         self.objects: list[Any] = []
+        self.num_long_scalars = 0
         # The containers that are being written, by id.
         self.open: set[int] = set()
         self._opaque = opaque
@@ -125,6 +129,8 @@ class Writer:
         problem = self._count_characters(content)
         if problem:
             return self.refuse(value, key, problem)
+        if tag == "numpy" and value.dtype.kind in LONG_KINDS:
+            self.num_long_scalars += 1
         return {TAG: tag, "v": content}
 
     def write_object(self, value: Any, key: Key) -> Json:
