@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import StateMismatchError, TrainingState
+from slipstream import AsyncCheckpointSaver, StateMismatchError, TrainingState, load_checkpoint
 from tests.checkpoint.parts import assert_nothing_changes, content, train
 
 
@@ -198,6 +198,28 @@ def test_every_optimizer_of_torch_is_restored_into_a_fresh_one(name):
     assert content(training.state_dict()) == content(saved)
 
 
+def test_an_optimizer_of_another_author_may_keep_different_state_for_each_parameter():
+    class Factored(torch.optim.SGD):
+        """Keeps sums of rows and columns for large matrices only, as several implementations of Adafactor do."""
+
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                if len(parameter) > 2:
+                    self.state[parameter]["rows"] = parameter.detach().sum(1)
+                else:
+                    self.state[parameter]["all"] = parameter.detach().clone()
+
+    def make() -> torch.optim.Optimizer:
+        optimizer = Factored([torch.nn.Parameter(torch.rand(2, 2)), torch.nn.Parameter(torch.rand(4, 2))], lr=0.1)
+        optimizer.step()
+        return optimizer
+
+    saved = copy.deepcopy(TrainingState(rng=False, optimizer=make()).state_dict())
+    training = TrainingState(rng=False, optimizer=make())
+    training.load_state_dict(saved)
+    assert content(training.state_dict()) == content(saved)
+
+
 def test_the_state_of_another_scheduler_is_refused():
     def schedule(kind: Any, *arguments: Any) -> Any:
         return kind(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), *arguments)
@@ -231,6 +253,37 @@ def test_the_state_of_combined_schedulers_is_checked_inside():
     schedule.step()
     TrainingState(rng=False, schedule=schedule).load_state_dict(saved)
     assert content(TrainingState(rng=False, schedule=schedule).state_dict()) == content(saved)
+
+
+@pytest.mark.parametrize("is_combined", [True, False])
+def test_milestones_are_stored_in_every_format_and_are_a_counter_again(tmp_path, is_combined):
+    def make() -> Any:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 3], gamma=0.5)
+        if not is_combined:
+            return optimizer, steps
+        warmup = torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=2)
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, steps], milestones=[2])
+
+    def rates(optimizer: Any, schedule: Any, num_steps: int) -> list[float]:
+        found = []
+        for _ in range(num_steps):
+            optimizer.step()
+            schedule.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    optimizer, schedule = make()
+    rates(optimizer, schedule, 1)
+    saved = TrainingState(optimizer=optimizer, schedule=schedule).state_dict()
+    with AsyncCheckpointSaver() as saver:
+        saver.save_async(saved, tmp_path / "native.slip", format="native")
+        saver.save_async(saved, tmp_path / "plain.pt", compress=False)
+    expected = rates(optimizer, schedule, 6)
+    for name in ("native.slip", "plain.pt"):
+        optimizer, schedule = make()
+        TrainingState(optimizer=optimizer, schedule=schedule).load_state_dict(load_checkpoint(tmp_path / name))
+        assert rates(optimizer, schedule, 6) == expected
 
 
 def test_a_scheduler_saved_by_another_version_of_torch_fits():

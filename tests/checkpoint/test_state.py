@@ -250,6 +250,20 @@ def test_a_lazy_module_is_restored_and_is_lazy_again_after_a_load_that_failed():
     assert lazy(torch.ones(1, 3)).shape == (1, 2)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_module_is_restored_and_put_back():
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    saved = TrainingState(rng=False, model=torch.nn.Sequential(torch.nn.Linear(3, 2)), agent=Agent()).state_dict()
+    agent = Agent()
+    agent.fails_at = 8
+    before = content(scripted.state_dict())
+    with pytest.raises(StateMismatchError, match="nothing was changed: agent failed"):
+        TrainingState(rng=False, model=scripted, agent=agent).load_state_dict(saved)
+    assert content(scripted.state_dict()) == before
+    TrainingState(rng=False, model=scripted, agent=Agent()).load_state_dict(saved)
+    assert content(scripted.state_dict()) == content(saved["model"])
+
+
 def test_parameters_that_torch_swaps_while_loading_are_put_back():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -362,6 +376,12 @@ def test_a_dict_keeps_its_identity_and_that_of_its_parameters():
     assert alpha.item() == 1
     problem = r"counters/alpha has shape \[1\], the checkpoint \[2\]"
     assert_nothing_changes({"counters": counters}, {"counters": {"alpha": torch.ones(2)}}, match=problem, rng=False)
+
+
+def test_a_dict_does_not_lose_a_parameter_that_the_checkpoint_lacks():
+    counters = {"inner": {"alpha": torch.nn.Parameter(torch.zeros(1))}, "n": 1}
+    saved = {"counters": {"inner": {}, "n": 2}}
+    assert_nothing_changes({"counters": counters}, saved, match="missing counters/inner/alpha", rng=False)
 
 
 @pytest.mark.parametrize("saved", [None, 3, [("n", 1)]])

@@ -178,7 +178,10 @@ def _compare_parameters(part: Mapping[Any, Any], state: Mapping[Any, Any], name:
     """List the parameters in a dict that the saved ones cannot be copied into; other values may be anything."""
     problems: list[str] = []
     for key, value in part.items():
-        if isinstance(value, torch.nn.Parameter) and key in state:
+        if isinstance(value, torch.nn.Parameter) and key not in state:
+            # Without it, the dict would lose a parameter that an optimizer still updates.
+            problems.append(f"missing {name}/{key}")
+        elif isinstance(value, torch.nn.Parameter):
             problems += _compare_tensors(value, state[key], f"{name}/{key}")
         elif isinstance(value, dict) and isinstance(state.get(key), Mapping):
             problems += _compare_parameters(value, state[key], f"{name}/{key}")
@@ -236,6 +239,9 @@ def _compare_entries(
     A parameter without an entry is no difference: it had no gradient when the checkpoint was saved.
     """
     problems = []
+    # The optimizers of other authors decide themselves which state they keep for a parameter, and in which shape.
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    is_known = is_of_torch and not isinstance(optimizer, _FREE_SHAPES)
     # Adafactor keeps other moments for matrices than for vectors: the same is expected only of the same number of axes.
     moments: dict[int, dict[str, None]] = {}
     for key, parameter in parameters.items():
@@ -244,12 +250,10 @@ def _compare_entries(
             problems.append(f"{name}/{key} is a {type(entry).__qualname__}, expected a dict")
             continue
         moments.setdefault(parameter.ndim, {}).update(dict.fromkeys(entry))
-        # The optimizers of other authors decide themselves about the shapes of their state.
-        is_known = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, _FREE_SHAPES)
         for moment, value in entry.items():
             if isinstance(value, torch.Tensor):
                 problems += _compare_moment(parameter, value, moment, f"{name}/{key}/{moment}", is_known=is_known)
-    if problems:
+    if problems or not is_of_torch:
         return problems
     for key, parameter in parameters.items():
         if entries.get(key):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -196,6 +197,8 @@ def _get(part: Any) -> Any:
         return get_generator_state(part)
     if isinstance(part, dict):
         return copy.deepcopy(part)
+    if isinstance(part, LRScheduler):
+        return _without_counters(part.state_dict())
     return part.state_dict()
 
 
@@ -204,13 +207,38 @@ def _prepare(part: Any, state: Any) -> Any:
     if not isinstance(state, Mapping):
         return state
     # These keep what they are given: training would change the caller's state.
-    if isinstance(part, dict | LRScheduler):
+    if isinstance(part, dict):
         return copy.deepcopy(dict(state))
+    if isinstance(part, LRScheduler):
+        return _with_counters(part.state_dict(), copy.deepcopy(dict(state)))
     if isinstance(part, torch.nn.Module) and has_torch_loading(part):
         return unwrap_names(part.state_dict(), state)
     if isinstance(part, torch.optim.Optimizer):
         return dict(state)
     return state
+
+
+def _without_counters(value: Any) -> Any:
+    """Return the state of a scheduler with dicts in place of counters, which native files do not store.
+
+    The milestones of ``MultiStepLR`` are a counter. Schedulers that combine others have their states in a list.
+    """
+    if type(value) is list:
+        return [_without_counters(member) for member in value]
+    if type(value) in (dict, Counter):
+        return {key: _without_counters(member) for key, member in value.items()}
+    return value
+
+
+def _with_counters(mine: Any, theirs: Any) -> Any:
+    """Return the saved state of a scheduler with counters where the scheduler has them."""
+    if isinstance(mine, Counter) and isinstance(theirs, dict):
+        return Counter(theirs)
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        return {key: _with_counters(mine.get(key), value) for key, value in theirs.items()}
+    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        return list(map(_with_counters, mine, theirs))
+    return theirs
 
 
 def _set(part: Any, state: Any) -> None:
