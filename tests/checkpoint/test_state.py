@@ -353,6 +353,33 @@ def test_what_cannot_be_written_to_is_put_back_as_well():
     assert_nothing_changes({"model": model}, saved, match="model failed with RuntimeError", rng=False)
 
 
+@pytest.mark.parametrize(
+    "member", [random.SystemRandom(), np.ma.masked_array([1.0, 2.0], [False, True])], ids=["system", "masked"]
+)
+def test_a_part_with_a_member_that_cannot_be_copied_is_put_back_by_its_earlier_state(member):
+    class Owner:
+        def __init__(self) -> None:
+            self.member = member
+            self.mask = [False, True]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"mask": self.mask}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.mask = state["mask"]
+            if isinstance(self.member, np.ma.MaskedArray):
+                self.member.mask = self.mask
+
+    owner = Owner()
+    agent = Agent()
+    agent.fails_at = 3
+    saved = {"owner": {"mask": [True, True]}, "agent": Agent().state_dict()}
+    assert_nothing_changes({"owner": owner, "agent": agent}, saved, match="agent failed", rng=False)
+    assert owner.mask == [False, True]
+    if isinstance(member, np.ma.MaskedArray):
+        assert member.mask.tolist() == [False, True]
+
+
 def test_sparse_parameters_are_put_back():
     model = torch.nn.Module()
     with torch.sparse.check_sparse_tensor_invariants():

@@ -212,11 +212,12 @@ def _reachable(part: Any) -> tuple[list[Any], bool]:
 
 def _is_leaf(item: Any) -> bool:
     if isinstance(item, np.ndarray):
-        # Arrays of objects hold anything, and a file may be larger than memory.
-        return not item.dtype.hasobject and not isinstance(item, np.memmap)
+        # Arrays of objects hold anything, masked arrays have a second array, and a file may be larger than memory.
+        return type(item) is np.ndarray and not item.dtype.hasobject
     if isinstance(item, torch.Tensor):
         return is_lazy(item) or not _has_storage(item) or item.untyped_storage().filename is None
-    return isinstance(item, _GENERATORS)
+    # The operating system has no state that could be set.
+    return isinstance(item, _GENERATORS) and not isinstance(item, random.SystemRandom)
 
 
 def _is_plain(item: Any) -> bool:
