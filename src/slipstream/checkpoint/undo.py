@@ -267,23 +267,14 @@ def _refill_collection(target: Any, members: list[Any]) -> None:
 
 def _reattach(tensor: torch.Tensor, kind: type[torch.Tensor], memory: torch.Tensor, requires_grad: bool) -> None:
     """Let a tensor see the memory that it saw before, with the same shape and strides."""
-    if is_lazy(memory) or not _sees(tensor, memory):
+    # Without one piece of memory, the values are copied instead.
+    if _has_storage(memory):
         tensor.data = memory
     # Loading turns the parameters of lazy modules into usual ones.
     if type(tensor) is not kind:
         tensor.__class__ = kind
     if tensor.requires_grad != requires_grad:
         tensor.requires_grad_(requires_grad)
-
-
-def _sees(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of exactly this memory."""
-    if is_lazy(tensor) or not _has_storage(tensor) or not _has_storage(memory):
-        return True
-    if tensor.untyped_storage() is not memory.untyped_storage() or tensor.dtype != memory.dtype:
-        return False
-    mine = (tensor.storage_offset(), tensor.shape, tensor.stride())
-    return mine == (memory.storage_offset(), memory.shape, memory.stride())
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
