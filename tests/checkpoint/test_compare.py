@@ -200,18 +200,14 @@ def test_every_optimizer_of_torch_is_restored_into_a_fresh_one(name):
 
 def test_an_optimizer_of_another_author_may_keep_different_state_for_each_parameter():
     class Factored(torch.optim.SGD):
-        """Keeps sums of rows and columns for large matrices only, as several implementations of Adafactor do."""
-
-        def step(self, closure: Any = None) -> None:
-            for parameter in self.param_groups[0]["params"]:
-                if len(parameter) > 2:
-                    self.state[parameter]["rows"] = parameter.detach().sum(1)
-                else:
-                    self.state[parameter]["all"] = parameter.detach().clone()
+        """Keeps sums of rows for large matrices only, as several implementations of Adafactor do."""
 
     def make() -> torch.optim.Optimizer:
-        optimizer = Factored([torch.nn.Parameter(torch.rand(2, 2)), torch.nn.Parameter(torch.rand(4, 2))], lr=0.1)
-        optimizer.step()
+        small = torch.nn.Parameter(torch.rand(2, 2))
+        large = torch.nn.Parameter(torch.rand(40, 2))
+        optimizer = Factored([small, large], lr=0.1)
+        optimizer.state[small]["squares"] = torch.rand(2, 2)
+        optimizer.state[large]["rows"] = torch.rand(40)
         return optimizer
 
     saved = copy.deepcopy(TrainingState(rng=False, optimizer=make()).state_dict())

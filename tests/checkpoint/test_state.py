@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import slipstream
-from slipstream import StateMismatchError, TrainingState, UnsupportedStateError
+from slipstream import AsyncCheckpointSaver, StateMismatchError, TrainingState, UnsupportedStateError
 from tests.checkpoint.parts import (
     FAILURES,
     Agent,
@@ -423,6 +423,26 @@ def test_a_counter_is_put_back_although_it_adds_up_when_it_is_updated():
     saved = TrainingState(rng=False, counts=collections.Counter(b=2), agent=agent).state_dict()
     assert_nothing_changes({"counts": counts, "agent": agent}, saved, match="agent failed", rng=False)
     assert counts == {"a": 3}
+
+
+@pytest.mark.parametrize("file_format", ["native", "pt"])
+def test_counters_and_default_dicts_are_stored_and_keep_their_type(tmp_path, file_format):
+    def make() -> dict[str, Any]:
+        wins: dict[str, int] = collections.defaultdict(int)
+        return {"wins": wins, "runs": {"seen": collections.Counter()}}
+
+    source = make()
+    source["wins"]["alice"] += 2
+    source["runs"]["seen"].update("aab")
+    with AsyncCheckpointSaver() as saver:
+        state = TrainingState(**source).state_dict()
+        saver.save_async(state, tmp_path / "checkpoint", compress=False, format=file_format)
+    target = make()
+    TrainingState(**target).load_state_dict(slipstream.load_checkpoint(tmp_path / "checkpoint"))
+    assert target == source
+    target["wins"]["bob"] += 1
+    target["runs"]["seen"].update("a")
+    assert target["runs"]["seen"]["a"] == 3
 
 
 def test_an_error_of_the_same_kind_from_a_part_is_kept_as_the_cause():

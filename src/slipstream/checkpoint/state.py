@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,7 +70,7 @@ class TrainingState:
             if not _is_part(part):
                 raise TypeError(
                     f"{name} is a {type(part).__qualname__}, expected something with state_dict and load_state_dict, "
-                    "a random generator, or a dict of plain values"
+                    "a torch.Generator or numpy.random.Generator, or a dict of plain values"
                 )
         self._parts = parts
         self._rng = rng
@@ -196,9 +196,9 @@ def _get(part: Any) -> Any:
     if isinstance(part, torch.Generator | np.random.Generator):
         return get_generator_state(part)
     if isinstance(part, dict):
-        return copy.deepcopy(part)
+        return _with_plain_dicts(copy.deepcopy(part))
     if isinstance(part, LRScheduler):
-        return _without_counters(part.state_dict())
+        return _with_plain_dicts(part.state_dict())
     return part.state_dict()
 
 
@@ -218,20 +218,20 @@ def _prepare(part: Any, state: Any) -> Any:
     return state
 
 
-def _without_counters(value: Any) -> Any:
-    """Return the state of a scheduler with dicts in place of counters, which native files do not store.
+def _with_plain_dicts(value: Any) -> Any:
+    """Return nested data without counters and default dicts, which files do not store.
 
-    The milestones of ``MultiStepLR`` are a counter. Schedulers that combine others have their states in a list.
+    Nothing is lost: dicts are updated in place, and `_with_counters` knows which of a scheduler are counters.
     """
     if type(value) is list:
-        return [_without_counters(member) for member in value]
-    if type(value) in (dict, Counter):
-        return {key: _without_counters(member) for key, member in value.items()}
+        return [_with_plain_dicts(member) for member in value]
+    if type(value) in (dict, Counter, defaultdict):
+        return {key: _with_plain_dicts(member) for key, member in value.items()}
     return value
 
 
 def _with_counters(mine: Any, theirs: Any) -> Any:
-    """Return the saved state of a scheduler with counters where the scheduler has them."""
+    """Return the saved state of a scheduler with counters where it has them, such as the milestones of MultiStepLR."""
     if isinstance(mine, Counter) and isinstance(theirs, dict):
         return Counter(theirs)
     if isinstance(mine, dict) and isinstance(theirs, dict):
