@@ -224,18 +224,26 @@ def _with_plain_dicts(value: Any) -> Any:
     Nothing is lost: dicts are updated in place, and `_with_counters` knows which of a scheduler are counters.
     """
     if type(value) is list:
-        return [_with_plain_dicts(member) for member in value]
-    if type(value) in (dict, Counter, defaultdict):
-        return {key: _with_plain_dicts(member) for key, member in value.items()}
-    return value
+        return list(map(_with_plain_dicts, value))
+    if type(value) not in (dict, Counter, defaultdict):
+        return value
+    members = {}
+    for key, member in value.items():
+        members[key] = _with_plain_dicts(member)
+    return members
 
 
 def _with_counters(mine: Any, theirs: Any) -> Any:
-    """Return the saved state of a scheduler with counters where it has them, such as the milestones of MultiStepLR."""
+    """Return the saved state of a scheduler with counters where it has them, such as the milestones of MultiStepLR.
+
+    Changes `theirs`.
+    """
     if isinstance(mine, Counter) and isinstance(theirs, dict):
         return Counter(theirs)
     if isinstance(mine, dict) and isinstance(theirs, dict):
-        return {key: _with_counters(mine.get(key), value) for key, value in theirs.items()}
+        for key, value in theirs.items():
+            theirs[key] = _with_counters(mine.get(key), value)
+    # The schedulers of a combined one.
     if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
         return list(map(_with_counters, mine, theirs))
     return theirs

@@ -155,9 +155,9 @@ def _members(module: torch.nn.Module) -> list[Any]:
     for child in module.modules():
         attributes = vars(child)
         found.append(attributes)
-        # In a scripted module these are no dicts, and loading only writes into its tensors.
-        members = [attributes["_parameters"], attributes["_buffers"], attributes["_modules"]]
-        found += [member for member in members if isinstance(member, dict)]
+        # A scripted module has no such dicts, and loading only writes into its tensors.
+        if not isinstance(child, torch.jit.ScriptModule):
+            found += [attributes["_parameters"], attributes["_buffers"], attributes["_modules"]]
         found += child.parameters(recurse=False)
         found += child.buffers(recurse=False)
     return found
