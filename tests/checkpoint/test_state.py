@@ -519,7 +519,8 @@ def test_a_part_without_a_state_before_its_first_load_can_be_loaded():
     assert robot.second == saved["robot"]["second"]
 
 
-def test_loading_what_torch_can_check_takes_no_copy_of_the_model():
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_loading_what_torch_can_check_takes_no_copy_of_the_model(is_guarded):
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
@@ -535,7 +536,10 @@ def test_loading_what_torch_can_check_takes_no_copy_of_the_model():
                 allocated.append(result.untyped_storage().nbytes())
             return result
 
-    with Watch():
-        training.load_state_dict(saved)
+    with AsyncCheckpointSaver() as saver:
+        if is_guarded:
+            saver.guard(model, optimizer)
+        with Watch():
+            training.load_state_dict(saved)
     # Random states take 5 kB, a copy of the weights 4 MB.
     assert sum(allocated) < 100_000

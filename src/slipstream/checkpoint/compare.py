@@ -15,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from slipstream.checkpoint.guard import Barrier
 from slipstream.checkpoint.rng import compare_generator
 from slipstream.checkpoint.wrappers import plain_names
 
@@ -107,7 +108,13 @@ def has_torch_loading(part: Any) -> bool:
 
 
 def _has_hooks(part: Any) -> bool:
-    return any(vars(part).get(name) for name in (*_HOOKS, *_OPTIMIZER_HOOKS))
+    """Return whether code of others runs while a part saves or loads. A guard only waits, and changes nothing."""
+    for name in (*_HOOKS, *_OPTIMIZER_HOOKS):
+        for hook in vars(part).get(name, {}).values():
+            # Torch wraps some hooks into an object.
+            if not isinstance(getattr(hook, "hook", hook), Barrier):
+                return True
+    return False
 
 
 def _loads_plainly(module: torch.nn.Module) -> bool:
