@@ -63,6 +63,12 @@ def test_a_number_and_a_list_of_one_number_are_different():
     assert_nothing_changes({"model": model}, state, match=problem, rng=False)
 
 
+def test_a_lazy_module_takes_any_shape_but_does_not_round():
+    saved = TrainingState(rng=False, model=torch.nn.Linear(3, 2, dtype=torch.float64)).state_dict()
+    problem = "model/weight has dtype float32, the checkpoint float64"
+    assert_nothing_changes({"model": torch.nn.LazyLinear(2)}, saved, match=problem, rng=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_of_half_precision_fit_a_model_of_full_precision(dtype):
     model = torch.nn.Linear(3, 2)

@@ -150,7 +150,7 @@ def _compare_tensors(mine: torch.Tensor, theirs: Any, name: str) -> list[str]:
         return [f"{name} is a tensor, in the checkpoint a {type(theirs).__qualname__}"]
     # A lazy module takes any shape, but a saved tensor without a shape has no values.
     if is_lazy(mine):
-        return []
+        return _compare_dtypes(mine.dtype, theirs.dtype, name)
     if is_lazy(theirs) or theirs.is_meta:
         return [f"{name} has no values in the checkpoint"]
     if mine.is_meta:
