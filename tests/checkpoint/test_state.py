@@ -309,6 +309,24 @@ def test_a_hook_that_renames_what_a_module_saves_changes_nothing():
     assert_nothing_changes({"model": model}, saved, match="model failed with RuntimeError", rng=False)
 
 
+def test_a_hook_that_renames_what_an_older_version_saved_is_asked():
+    def rename(module: Any, state: Any, prefix: str, *arguments: Any) -> None:
+        if f"{prefix}kernel" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+    first = torch.nn.Linear(2, 2)
+    second = torch.nn.Linear(2, 2)
+    second.register_load_state_dict_pre_hook(rename)
+    model = torch.nn.Sequential(first, second)
+    saved = copy.deepcopy(model.state_dict())
+    saved["1.kernel"] = saved.pop("1.weight") + 1
+    TrainingState(rng=False, model=model).load_state_dict({"model": saved})
+    assert torch.equal(second.weight, saved["1.kernel"])
+    saved["1.gain"] = saved.pop("1.kernel") + 1
+    saved["0.weight"] = saved["0.weight"] + 1
+    assert_nothing_changes({"model": model}, {"model": saved}, match='Missing key.*"1.weight"', rng=False)
+
+
 def test_an_optimizer_that_exchanges_the_state_of_its_parameters_is_put_back():
     class Exchanging(torch.optim.Adam):
         def load_state_dict(self, state_dict: Any) -> None:

@@ -55,7 +55,12 @@ def find_differences(part: Any, state: Any, name: str) -> list[str]:
     if not has_torch_loading(part):
         return []
     if isinstance(part, torch.nn.Module):
-        return compare_states(part.state_dict(), state, name)
+        mine = part.state_dict()
+        if any(map(_may_rename, part.modules())):
+            # Torch compares the names itself, after they have been changed.
+            state = {key: state[key] for key in mine if key in state}
+            mine = {key: mine[key] for key in state}
+        return compare_states(mine, state, name)
     if isinstance(part, torch.optim.Optimizer):
         return _compare_optimizer(part, state, name)
     return _compare_settings(part.state_dict(), state, name)
@@ -107,9 +112,9 @@ def has_torch_loading(part: Any) -> bool:
     return all(function.__module__.startswith(("torch.nn.", "torch.optim.", "torch.amp.")) for function in functions)
 
 
-def _has_hooks(part: Any) -> bool:
+def _has_hooks(part: Any, names: Iterable[str] = (*_HOOKS, *_OPTIMIZER_HOOKS)) -> bool:
     """Return whether code of others runs while a part saves or loads. A guard only waits, and changes nothing."""
-    for name in (*_HOOKS, *_OPTIMIZER_HOOKS):
+    for name in names:
         for hook in vars(part).get(name, {}).values():
             # Torch wraps some hooks into an object.
             if not isinstance(getattr(hook, "hook", hook), Barrier):
@@ -117,11 +122,20 @@ def _has_hooks(part: Any) -> bool:
     return False
 
 
+def _may_rename(module: torch.nn.Module) -> bool:
+    """Return whether a module may take a state under other names, such as those that an older version of it had."""
+    return _has_hooks(module, ["_load_state_dict_pre_hooks"]) or not _is_of_torch(module, "_load_from_state_dict")
+
+
 def _loads_plainly(module: torch.nn.Module) -> bool:
     """Return whether torch alone saves and loads a module, its children left aside."""
     if _has_hooks(module) or type(module).set_extra_state is not torch.nn.Module.set_extra_state:
         return False
-    return all(getattr(type(module), name).__module__.startswith("torch.nn.modules.") for name in _METHODS)
+    return all(_is_of_torch(module, name) for name in _METHODS)
+
+
+def _is_of_torch(module: torch.nn.Module, method: str) -> bool:
+    return bool(getattr(type(module), method).__module__.startswith("torch.nn.modules."))
 
 
 def _is_plain_tensor(tensor: Any) -> bool:
