@@ -11,12 +11,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from slipstream.checkpoint.compare import (
-    compare_states,
-    find_differences,
-    has_torch_loading,
-    judges_for_itself,
-)
+from slipstream.checkpoint.compare import find_differences, has_torch_loading, judges_for_itself
 from slipstream.checkpoint.rng import (
     compare_global_rng,
     get_generator_state,
@@ -27,8 +22,6 @@ from slipstream.checkpoint.rng import (
 from slipstream.checkpoint.undo import Backup
 from slipstream.checkpoint.wrappers import unwrap_names
 from slipstream.errors import StateMismatchError, UnsupportedStateError
-
-__all__ = ["TrainingState", "compare_states"]
 
 # How many differences an error lists.
 _LISTED = 8
