@@ -259,6 +259,13 @@ class TestRestoring:
         restore_into(other, tmp_path)
         assert other._n_calls == model._n_calls == 24
 
+    def test_a_restored_dqn_explores_as_much_as_the_saved_one(self, tmp_path):
+        model = make_off_policy("DQN", seed=0).learn(24)
+        save(model, tmp_path)
+        other = make_off_policy("DQN", seed=1)
+        restore_into(other, tmp_path)
+        assert other.exploration_rate == model.exploration_rate > 0
+
     def test_statistics_of_recent_episodes_are_restored(self, tmp_path):
         model = make_ppo().learn(64)
         model.ep_success_buffer.extend([True, False, np.bool_(True)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import StateMismatchError, TrainingState
+from slipstream import AsyncCheckpointSaver, StateMismatchError, TrainingState, load_checkpoint
 from tests.checkpoint.parts import assert_nothing_changes, content, train
 
 
@@ -61,6 +61,12 @@ def test_a_number_and_a_list_of_one_number_are_different():
     state = {"model": {**model.state_dict(), "num_batches_tracked": torch.tensor([5])}}
     problem = r"model/num_batches_tracked has shape \[\], the checkpoint \[1\]"
     assert_nothing_changes({"model": model}, state, match=problem, rng=False)
+
+
+def test_a_lazy_module_takes_any_shape_but_does_not_round():
+    saved = TrainingState(rng=False, model=torch.nn.Linear(3, 2, dtype=torch.float64)).state_dict()
+    problem = "model/weight has dtype float32, the checkpoint float64"
+    assert_nothing_changes({"model": torch.nn.LazyLinear(2)}, saved, match=problem, rng=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -198,6 +204,24 @@ def test_every_optimizer_of_torch_is_restored_into_a_fresh_one(name):
     assert content(training.state_dict()) == content(saved)
 
 
+def test_an_optimizer_of_another_author_may_keep_different_state_for_each_parameter():
+    class Factored(torch.optim.SGD):
+        """Keeps sums of rows for large matrices only, as several implementations of Adafactor do."""
+
+    def make() -> torch.optim.Optimizer:
+        small = torch.nn.Parameter(torch.rand(2, 2))
+        large = torch.nn.Parameter(torch.rand(40, 2))
+        optimizer = Factored([small, large], lr=0.1)
+        optimizer.state[small]["squares"] = torch.rand(2, 2)
+        optimizer.state[large]["rows"] = torch.rand(40)
+        return optimizer
+
+    saved = copy.deepcopy(TrainingState(rng=False, optimizer=make()).state_dict())
+    training = TrainingState(rng=False, optimizer=make())
+    training.load_state_dict(saved)
+    assert content(training.state_dict()) == content(saved)
+
+
 def test_the_state_of_another_scheduler_is_refused():
     def schedule(kind: Any, *arguments: Any) -> Any:
         return kind(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), *arguments)
@@ -231,6 +255,37 @@ def test_the_state_of_combined_schedulers_is_checked_inside():
     schedule.step()
     TrainingState(rng=False, schedule=schedule).load_state_dict(saved)
     assert content(TrainingState(rng=False, schedule=schedule).state_dict()) == content(saved)
+
+
+@pytest.mark.parametrize("is_combined", [True, False])
+def test_milestones_are_stored_in_every_format_and_are_a_counter_again(tmp_path, is_combined):
+    def make() -> Any:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 3], gamma=0.5)
+        if not is_combined:
+            return optimizer, steps
+        warmup = torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=2)
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, steps], milestones=[2])
+
+    def rates(optimizer: Any, schedule: Any, num_steps: int) -> list[float]:
+        found = []
+        for _ in range(num_steps):
+            optimizer.step()
+            schedule.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    optimizer, schedule = make()
+    rates(optimizer, schedule, 1)
+    saved = TrainingState(optimizer=optimizer, schedule=schedule).state_dict()
+    with AsyncCheckpointSaver() as saver:
+        saver.save_async(saved, tmp_path / "native.slip", format="native")
+        saver.save_async(saved, tmp_path / "plain.pt", compress=False)
+    expected = rates(optimizer, schedule, 6)
+    for name in ("native.slip", "plain.pt"):
+        optimizer, schedule = make()
+        TrainingState(optimizer=optimizer, schedule=schedule).load_state_dict(load_checkpoint(tmp_path / name))
+        assert rates(optimizer, schedule, 6) == expected
 
 
 def test_a_scheduler_saved_by_another_version_of_torch_fits():

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import slipstream
-from slipstream import StateMismatchError, TrainingState, UnsupportedStateError
+from slipstream import AsyncCheckpointSaver, StateMismatchError, TrainingState, UnsupportedStateError
 from tests.checkpoint.parts import (
     FAILURES,
     Agent,
@@ -250,6 +250,20 @@ def test_a_lazy_module_is_restored_and_is_lazy_again_after_a_load_that_failed():
     assert lazy(torch.ones(1, 3)).shape == (1, 2)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_module_is_restored_and_put_back():
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    saved = TrainingState(rng=False, model=torch.nn.Sequential(torch.nn.Linear(3, 2)), agent=Agent()).state_dict()
+    agent = Agent()
+    agent.fails_at = 8
+    before = content(scripted.state_dict())
+    with pytest.raises(StateMismatchError, match="nothing was changed: agent failed"):
+        TrainingState(rng=False, model=scripted, agent=agent).load_state_dict(saved)
+    assert content(scripted.state_dict()) == before
+    TrainingState(rng=False, model=scripted, agent=Agent()).load_state_dict(saved)
+    assert content(scripted.state_dict()) == content(saved["model"])
+
+
 def test_parameters_that_torch_swaps_while_loading_are_put_back():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -293,6 +307,24 @@ def test_a_hook_that_renames_what_a_module_saves_changes_nothing():
         first.weight.zero_()
     # There is no hook that would undo the name when it is loaded.
     assert_nothing_changes({"model": model}, saved, match="model failed with RuntimeError", rng=False)
+
+
+def test_a_hook_that_renames_what_an_older_version_saved_is_asked():
+    def rename(module: Any, state: Any, prefix: str, *arguments: Any) -> None:
+        if f"{prefix}kernel" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+    first = torch.nn.Linear(2, 2)
+    second = torch.nn.Linear(2, 2)
+    second.register_load_state_dict_pre_hook(rename)
+    model = torch.nn.Sequential(first, second)
+    saved = copy.deepcopy(model.state_dict())
+    saved["1.kernel"] = saved.pop("1.weight") + 1
+    TrainingState(rng=False, model=model).load_state_dict({"model": saved})
+    assert torch.equal(second.weight, saved["1.kernel"])
+    saved["1.gain"] = saved.pop("1.kernel") + 1
+    saved["0.weight"] = saved["0.weight"] + 1
+    assert_nothing_changes({"model": model}, {"model": saved}, match='Missing key.*"1.weight"', rng=False)
 
 
 def test_an_optimizer_that_exchanges_the_state_of_its_parameters_is_put_back():
@@ -339,6 +371,33 @@ def test_what_cannot_be_written_to_is_put_back_as_well():
     assert_nothing_changes({"model": model}, saved, match="model failed with RuntimeError", rng=False)
 
 
+@pytest.mark.parametrize(
+    "member", [random.SystemRandom(), np.ma.masked_array([1.0, 2.0], [False, True])], ids=["system", "masked"]
+)
+def test_a_part_with_a_member_that_cannot_be_copied_is_put_back_by_its_earlier_state(member):
+    class Owner:
+        def __init__(self) -> None:
+            self.member = member
+            self.mask = [False, True]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"mask": self.mask}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.mask = state["mask"]
+            if isinstance(self.member, np.ma.MaskedArray):
+                self.member.mask = self.mask
+
+    owner = Owner()
+    agent = Agent()
+    agent.fails_at = 3
+    saved = {"owner": {"mask": [True, True]}, "agent": Agent().state_dict()}
+    assert_nothing_changes({"owner": owner, "agent": agent}, saved, match="agent failed", rng=False)
+    assert owner.mask == [False, True]
+    if isinstance(member, np.ma.MaskedArray):
+        assert member.mask.tolist() == [False, True]
+
+
 def test_sparse_parameters_are_put_back():
     model = torch.nn.Module()
     with torch.sparse.check_sparse_tensor_invariants():
@@ -364,6 +423,12 @@ def test_a_dict_keeps_its_identity_and_that_of_its_parameters():
     assert_nothing_changes({"counters": counters}, {"counters": {"alpha": torch.ones(2)}}, match=problem, rng=False)
 
 
+def test_a_dict_does_not_lose_a_parameter_that_the_checkpoint_lacks():
+    counters = {"inner": {"alpha": torch.nn.Parameter(torch.zeros(1))}, "n": 1}
+    saved = {"counters": {"inner": {}, "n": 2}}
+    assert_nothing_changes({"counters": counters}, saved, match="missing counters/inner/alpha", rng=False)
+
+
 @pytest.mark.parametrize("saved", [None, 3, [("n", 1)]])
 def test_a_dict_takes_only_a_dict(saved):
     assert_nothing_changes({"counters": {"n": 1}}, {"counters": saved}, match="counters is a", rng=False)
@@ -376,6 +441,26 @@ def test_a_counter_is_put_back_although_it_adds_up_when_it_is_updated():
     saved = TrainingState(rng=False, counts=collections.Counter(b=2), agent=agent).state_dict()
     assert_nothing_changes({"counts": counts, "agent": agent}, saved, match="agent failed", rng=False)
     assert counts == {"a": 3}
+
+
+@pytest.mark.parametrize("file_format", ["native", "pt"])
+def test_counters_and_default_dicts_are_stored_and_keep_their_type(tmp_path, file_format):
+    def make() -> dict[str, Any]:
+        wins: dict[str, int] = collections.defaultdict(int)
+        return {"wins": wins, "runs": {"seen": collections.Counter()}}
+
+    source = make()
+    source["wins"]["alice"] += 2
+    source["runs"]["seen"].update("aab")
+    with AsyncCheckpointSaver() as saver:
+        state = TrainingState(**source).state_dict()
+        saver.save_async(state, tmp_path / "checkpoint", compress=False, format=file_format)
+    target = make()
+    TrainingState(**target).load_state_dict(slipstream.load_checkpoint(tmp_path / "checkpoint"))
+    assert target == source
+    target["wins"]["bob"] += 1
+    target["runs"]["seen"].update("a")
+    assert target["runs"]["seen"]["a"] == 3
 
 
 def test_an_error_of_the_same_kind_from_a_part_is_kept_as_the_cause():
@@ -452,7 +537,8 @@ def test_a_part_without_a_state_before_its_first_load_can_be_loaded():
     assert robot.second == saved["robot"]["second"]
 
 
-def test_loading_what_torch_can_check_takes_no_copy_of_the_model():
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_loading_what_torch_can_check_takes_no_copy_of_the_model(is_guarded):
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
@@ -468,7 +554,10 @@ def test_loading_what_torch_can_check_takes_no_copy_of_the_model():
                 allocated.append(result.untyped_storage().nbytes())
             return result
 
-    with Watch():
-        training.load_state_dict(saved)
+    with AsyncCheckpointSaver() as saver:
+        if is_guarded:
+            saver.guard(model, optimizer)
+        with Watch():
+            training.load_state_dict(saved)
     # Random states take 5 kB, a copy of the weights 4 MB.
     assert sum(allocated) < 100_000

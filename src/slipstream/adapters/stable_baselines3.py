@@ -28,8 +28,15 @@ from slipstream.checkpoint.state import TrainingState
 from slipstream.checks import require_count
 from slipstream.errors import StateMismatchError
 
-# What an algorithm counts; each has some of these.
-COUNTERS = ("num_timesteps", "_episode_num", "_n_updates", "_n_calls", "_current_progress_remaining")
+# What an algorithm counts, and what it derives from that; each has some of these.
+COUNTERS = (
+    "num_timesteps",
+    "_episode_num",
+    "_n_updates",
+    "_n_calls",
+    "_current_progress_remaining",
+    "exploration_rate",
+)
 
 
 class SB3CheckpointCallback(BaseCallback):  # type: ignore[misc, unused-ignore]

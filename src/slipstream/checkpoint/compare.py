@@ -15,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from slipstream.checkpoint.guard import Barrier
 from slipstream.checkpoint.rng import compare_generator
 from slipstream.checkpoint.wrappers import plain_names
 
@@ -54,7 +55,12 @@ def find_differences(part: Any, state: Any, name: str) -> list[str]:
     if not has_torch_loading(part):
         return []
     if isinstance(part, torch.nn.Module):
-        return compare_states(part.state_dict(), state, name)
+        mine = part.state_dict()
+        if any(map(_may_rename, part.modules())):
+            # Torch compares the names itself, after they have been changed.
+            state = {key: state[key] for key in mine if key in state}
+            mine = {key: mine[key] for key in state}
+        return compare_states(mine, state, name)
     if isinstance(part, torch.optim.Optimizer):
         return _compare_optimizer(part, state, name)
     return _compare_settings(part.state_dict(), state, name)
@@ -106,15 +112,30 @@ def has_torch_loading(part: Any) -> bool:
     return all(function.__module__.startswith(("torch.nn.", "torch.optim.", "torch.amp.")) for function in functions)
 
 
-def _has_hooks(part: Any) -> bool:
-    return any(vars(part).get(name) for name in (*_HOOKS, *_OPTIMIZER_HOOKS))
+def _has_hooks(part: Any, names: Iterable[str] = (*_HOOKS, *_OPTIMIZER_HOOKS)) -> bool:
+    """Return whether code of others runs while a part saves or loads. A guard only waits, and changes nothing."""
+    for name in names:
+        for hook in vars(part).get(name, {}).values():
+            # Torch wraps some hooks into an object.
+            if not isinstance(getattr(hook, "hook", hook), Barrier):
+                return True
+    return False
+
+
+def _may_rename(module: torch.nn.Module) -> bool:
+    """Return whether a module may take a state under other names, such as those that an older version of it had."""
+    return _has_hooks(module, ["_load_state_dict_pre_hooks"]) or not _is_of_torch(module, "_load_from_state_dict")
 
 
 def _loads_plainly(module: torch.nn.Module) -> bool:
     """Return whether torch alone saves and loads a module, its children left aside."""
     if _has_hooks(module) or type(module).set_extra_state is not torch.nn.Module.set_extra_state:
         return False
-    return all(getattr(type(module), name).__module__.startswith("torch.nn.modules.") for name in _METHODS)
+    return all(_is_of_torch(module, name) for name in _METHODS)
+
+
+def _is_of_torch(module: torch.nn.Module, method: str) -> bool:
+    return bool(getattr(type(module), method).__module__.startswith("torch.nn.modules."))
 
 
 def _is_plain_tensor(tensor: Any) -> bool:
@@ -143,7 +164,7 @@ def _compare_tensors(mine: torch.Tensor, theirs: Any, name: str) -> list[str]:
         return [f"{name} is a tensor, in the checkpoint a {type(theirs).__qualname__}"]
     # A lazy module takes any shape, but a saved tensor without a shape has no values.
     if is_lazy(mine):
-        return []
+        return _compare_dtypes(mine.dtype, theirs.dtype, name)
     if is_lazy(theirs) or theirs.is_meta:
         return [f"{name} has no values in the checkpoint"]
     if mine.is_meta:
@@ -178,7 +199,10 @@ def _compare_parameters(part: Mapping[Any, Any], state: Mapping[Any, Any], name:
     """List the parameters in a dict that the saved ones cannot be copied into; other values may be anything."""
     problems: list[str] = []
     for key, value in part.items():
-        if isinstance(value, torch.nn.Parameter) and key in state:
+        if isinstance(value, torch.nn.Parameter) and key not in state:
+            # Without it, the dict would lose a parameter that an optimizer still updates.
+            problems.append(f"missing {name}/{key}")
+        elif isinstance(value, torch.nn.Parameter):
             problems += _compare_tensors(value, state[key], f"{name}/{key}")
         elif isinstance(value, dict) and isinstance(state.get(key), Mapping):
             problems += _compare_parameters(value, state[key], f"{name}/{key}")
@@ -236,6 +260,9 @@ def _compare_entries(
     A parameter without an entry is no difference: it had no gradient when the checkpoint was saved.
     """
     problems = []
+    # The optimizers of other authors decide themselves which state they keep for a parameter, and in which shape.
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    is_known = is_of_torch and not isinstance(optimizer, _FREE_SHAPES)
     # Adafactor keeps other moments for matrices than for vectors: the same is expected only of the same number of axes.
     moments: dict[int, dict[str, None]] = {}
     for key, parameter in parameters.items():
@@ -244,12 +271,10 @@ def _compare_entries(
             problems.append(f"{name}/{key} is a {type(entry).__qualname__}, expected a dict")
             continue
         moments.setdefault(parameter.ndim, {}).update(dict.fromkeys(entry))
-        # The optimizers of other authors decide themselves about the shapes of their state.
-        is_known = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, _FREE_SHAPES)
         for moment, value in entry.items():
             if isinstance(value, torch.Tensor):
                 problems += _compare_moment(parameter, value, moment, f"{name}/{key}/{moment}", is_known=is_known)
-    if problems:
+    if problems or not is_of_torch:
         return problems
     for key, parameter in parameters.items():
         if entries.get(key):

@@ -87,7 +87,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        self._barrier = _Barrier(self)
+        self._barrier = Barrier(self)
         self._handles: list[RemovableHandle] = []
         # By identity, because a module or an optimizer may define equality. Weak references show whether an object of
         # this identity is still the same one.
@@ -203,7 +203,7 @@ class Guard:
             yield from filter(_is_plain, _tensors_of(optimizer))
 
 
-class _Barrier:
+class Barrier:
     """The hook of a guard. Refers to it weakly, so that a hook that is left behind does nothing."""
 
     # No attributes but these: torch copies the others into the object that it wraps around a hook.
@@ -213,6 +213,7 @@ class _Barrier:
         self._guard = weakref.ref(guard)
 
     def __call__(self, *_: Any, **__: Any) -> None:
+        """Block until the guarded tensors may change."""
         guard = self._guard()
         if guard is not None:
             guard.wait()
@@ -280,7 +281,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _register(
-    barrier: _Barrier, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[torch.nn.Module]
+    barrier: Barrier, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[torch.nn.Module]
 ) -> Iterator[RemovableHandle]:
     """Register the hooks one after another, and yield a handle of each."""
     for optimizer in optimizers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from slipstream.checkpoint.compare import (
-    compare_states,
-    find_differences,
-    has_torch_loading,
-    judges_for_itself,
-)
+from slipstream.checkpoint.compare import find_differences, has_torch_loading, judges_for_itself
 from slipstream.checkpoint.rng import (
     compare_global_rng,
     get_generator_state,
@@ -26,8 +22,6 @@ from slipstream.checkpoint.rng import (
 from slipstream.checkpoint.undo import Backup
 from slipstream.checkpoint.wrappers import unwrap_names
 from slipstream.errors import StateMismatchError, UnsupportedStateError
-
-__all__ = ["TrainingState", "compare_states"]
 
 # How many differences an error lists.
 _LISTED = 8
@@ -69,7 +63,7 @@ class TrainingState:
             if not _is_part(part):
                 raise TypeError(
                     f"{name} is a {type(part).__qualname__}, expected something with state_dict and load_state_dict, "
-                    "a random generator, or a dict of plain values"
+                    "a torch.Generator or numpy.random.Generator, or a dict of plain values"
                 )
         self._parts = parts
         self._rng = rng
@@ -195,7 +189,9 @@ def _get(part: Any) -> Any:
     if isinstance(part, torch.Generator | np.random.Generator):
         return get_generator_state(part)
     if isinstance(part, dict):
-        return copy.deepcopy(part)
+        return _with_plain_dicts(copy.deepcopy(part))
+    if isinstance(part, LRScheduler):
+        return _with_plain_dicts(part.state_dict())
     return part.state_dict()
 
 
@@ -204,13 +200,46 @@ def _prepare(part: Any, state: Any) -> Any:
     if not isinstance(state, Mapping):
         return state
     # These keep what they are given: training would change the caller's state.
-    if isinstance(part, dict | LRScheduler):
+    if isinstance(part, dict):
         return copy.deepcopy(dict(state))
+    if isinstance(part, LRScheduler):
+        return _with_counters(part.state_dict(), copy.deepcopy(dict(state)))
     if isinstance(part, torch.nn.Module) and has_torch_loading(part):
         return unwrap_names(part.state_dict(), state)
     if isinstance(part, torch.optim.Optimizer):
         return dict(state)
     return state
+
+
+def _with_plain_dicts(value: Any) -> Any:
+    """Return nested data without counters and default dicts, which files do not store.
+
+    Nothing is lost: dicts are updated in place, and `_with_counters` knows which of a scheduler are counters.
+    """
+    if type(value) is list:
+        return list(map(_with_plain_dicts, value))
+    if type(value) not in (dict, Counter, defaultdict):
+        return value
+    members = {}
+    for key, member in value.items():
+        members[key] = _with_plain_dicts(member)
+    return members
+
+
+def _with_counters(mine: Any, theirs: Any) -> Any:
+    """Return the saved state of a scheduler with counters where it has them, such as the milestones of MultiStepLR.
+
+    Changes `theirs`.
+    """
+    if isinstance(mine, Counter) and isinstance(theirs, dict):
+        return Counter(theirs)
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key, value in theirs.items():
+            theirs[key] = _with_counters(mine.get(key), value)
+    # The schedulers of a combined one.
+    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        return list(map(_with_counters, mine, theirs))
+    return theirs
 
 
 def _set(part: Any, state: Any) -> None:

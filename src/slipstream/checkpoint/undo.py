@@ -155,7 +155,9 @@ def _members(module: torch.nn.Module) -> list[Any]:
     for child in module.modules():
         attributes = vars(child)
         found.append(attributes)
-        found += [attributes["_parameters"], attributes["_buffers"], attributes["_modules"]]
+        # A scripted module has no such dicts, and loading only writes into its tensors.
+        if not isinstance(child, torch.jit.ScriptModule):
+            found += [attributes["_parameters"], attributes["_buffers"], attributes["_modules"]]
         found += child.parameters(recurse=False)
         found += child.buffers(recurse=False)
     return found
@@ -210,11 +212,12 @@ def _reachable(part: Any) -> tuple[list[Any], bool]:
 
 def _is_leaf(item: Any) -> bool:
     if isinstance(item, np.ndarray):
-        # Arrays of objects hold anything, and a file may be larger than memory.
-        return not item.dtype.hasobject and not isinstance(item, np.memmap)
+        # Arrays of objects hold anything, masked arrays have a second array, and a file may be larger than memory.
+        return type(item) is np.ndarray and not item.dtype.hasobject
     if isinstance(item, torch.Tensor):
         return is_lazy(item) or not _has_storage(item) or item.untyped_storage().filename is None
-    return isinstance(item, _GENERATORS)
+    # The operating system has no state that could be set.
+    return isinstance(item, _GENERATORS) and not isinstance(item, random.SystemRandom)
 
 
 def _is_plain(item: Any) -> bool:
@@ -264,23 +267,14 @@ def _refill_collection(target: Any, members: list[Any]) -> None:
 
 def _reattach(tensor: torch.Tensor, kind: type[torch.Tensor], memory: torch.Tensor, requires_grad: bool) -> None:
     """Let a tensor see the memory that it saw before, with the same shape and strides."""
-    if is_lazy(memory) or not _sees(tensor, memory):
+    # Without one piece of memory, the values are copied instead.
+    if _has_storage(memory):
         tensor.data = memory
     # Loading turns the parameters of lazy modules into usual ones.
     if type(tensor) is not kind:
         tensor.__class__ = kind
     if tensor.requires_grad != requires_grad:
         tensor.requires_grad_(requires_grad)
-
-
-def _sees(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of exactly this memory."""
-    if is_lazy(tensor) or not _has_storage(tensor) or not _has_storage(memory):
-        return True
-    if tensor.untyped_storage() is not memory.untyped_storage() or tensor.dtype != memory.dtype:
-        return False
-    mine = (tensor.storage_offset(), tensor.shape, tensor.stride())
-    return mine == (memory.storage_offset(), memory.shape, memory.stride())
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
