@@ -242,6 +242,34 @@ def test_guarding_again_covers_the_modules_that_were_added(gate):
     assert pending.num_waits == 1
 
 
+def test_guarding_again_covers_parameters_that_were_replaced():
+    model, _ = model_and_optimizer(width=4)
+    guard = Guard()
+    guard.add(model)
+    model.head.weight = torch.nn.Parameter(torch.ones(2, 4))
+    address = model.head.weight.untyped_storage().data_ptr()
+    # Perhaps an optimizer that is not guarded will change it.
+    assert address not in guard.covered().first
+    guard.add(model)
+    assert address in guard.covered().first
+
+
+def test_torch_can_swap_guarded_tensors_with_others():
+    model, optimizer = model_and_optimizer()
+    guard = Guard()
+    guard.add(model, optimizer)
+    expected = copy_of(model.state_dict())
+    snapshot = snapshot_of(model.state_dict(), guard)
+    guard.wait()
+    # As `Module.to` and `load_state_dict` do with tensor subclasses, and with all tensors if torch is set up that way.
+    torch.utils.swap_tensors(model.layer.weight, torch.nn.Parameter(torch.zeros(WIDTH, WIDTH)))
+    assert_equal(snapshot.state(), expected)
+    assert model.layer.weight.untyped_storage().data_ptr() in guard.covered().first
+    guard.exclude([model.layer.weight])
+    torch.utils.swap_tensors(model.layer.weight, torch.nn.Parameter(torch.ones(WIDTH, WIDTH)))
+    assert model.layer.weight.untyped_storage().data_ptr() not in guard.covered().first
+
+
 def test_a_tensor_that_tore_a_snapshot_is_copied_during_the_call_from_then_on(gate, caplog):
     model, optimizer = model_and_optimizer()
     guard = Guard()

@@ -444,7 +444,8 @@ def add_one(tensor: torch.Tensor) -> None:
 
 
 def test_a_change_while_a_tensor_is_copied_tears_the_snapshot(monkeypatch):
-    (first, second), guard = two_guarded_parameters()
+    module, guard = two_guarded_parameters()
+    first, second = module
 
     def change(address: int) -> None:
         if address == second.data_ptr():
@@ -457,7 +458,8 @@ def test_a_change_while_a_tensor_is_copied_tears_the_snapshot(monkeypatch):
 
 
 def test_a_change_before_a_tensor_is_copied_tears_the_snapshot(monkeypatch):
-    (first, second), guard = two_guarded_parameters()
+    module, guard = two_guarded_parameters()
+    first, second = module
 
     def change(address: int) -> None:
         if address == first.data_ptr():
@@ -470,7 +472,8 @@ def test_a_change_before_a_tensor_is_copied_tears_the_snapshot(monkeypatch):
 
 
 def test_a_change_after_a_tensor_was_copied_does_no_harm_but_ends_its_guard(monkeypatch, caplog):
-    (first, second), guard = two_guarded_parameters()
+    module, guard = two_guarded_parameters()
+    first, second = module
 
     def change(address: int) -> None:
         if address == second.data_ptr():

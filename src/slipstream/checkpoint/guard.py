@@ -93,8 +93,10 @@ class Guard:
         # this identity is still the same one.
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._excluded: dict[int, weakref.ref[torch.Tensor]] = {}
+        # Identities without weak references: torch refuses to swap tensors that have any, and `Module.to` may swap them.
+        # A new tensor may get the identity of an old one. Then it is guarded with its module, or copied earlier.
+        self._parameters: set[int] = set()
+        self._excluded: set[int] = set()
         # A dict, because adding and removing one item is atomic.
         self._pending: dict[Pending, None] = {}
 
@@ -126,16 +128,17 @@ class Guard:
             self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         for module in modules:
             self._modules[id(module)] = weakref.ref(module)
-            for parameter in module.parameters(recurse=False):
-                self._parameters[id(parameter)] = weakref.ref(parameter)
+        # Of known modules as well: they may have been given other parameters.
+        for module in _modules_in(targets):
+            self._parameters.update(map(id, module.parameters(recurse=False)))
 
     def remove(self) -> None:
         """Remove all hooks and guard nothing any more."""
         # In this order: without hooks nothing may be covered.
         self._optimizers = {}
         self._modules = {}
-        self._parameters = {}
-        self._excluded = {}
+        self._parameters = set()
+        self._excluded = set()
         handles = self._handles
         self._handles = []
         _remove_hooks(handles)
@@ -170,15 +173,13 @@ class Guard:
             # Torch does not count changes of inference tensors. Nothing could tell that such a copy is torn.
             if tensor.is_inference():
                 continue
-            if self._excluded and _is_same(self._excluded, tensor):
-                continue
-            covered.add(tensor)
+            if id(tensor) not in self._excluded:
+                covered.add(tensor)
         return covered
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """Guard these tensors no longer: they changed where no barrier is."""
-        for tensor in tensors:
-            self._excluded[id(tensor)] = weakref.ref(tensor)
+        self._excluded.update(map(id, tensors))
 
     def expected_bytes(self) -> int:
         """Return the size of a snapshot of all guarded tensors, including optimizer state that does not exist yet."""
@@ -198,7 +199,10 @@ class Guard:
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Yield all plain tensors of the targets, some twice. Optimizers create their state as they go."""
-        yield from filter(_is_plain, _alive(self._parameters))
+        for module in _alive(self._modules):
+            for parameter in list(module._parameters.values()):
+                if id(parameter) in self._parameters and _is_plain(parameter):
+                    yield parameter
         for optimizer in _alive(self._optimizers):
             yield from filter(_is_plain, _tensors_of(optimizer))
 
