@@ -110,6 +110,63 @@ def test_guarded_changes_wait_for_the_copy(gate, change):
     assert_equal(snapshot.state(), expected)
 
 
+def test_a_save_inside_a_step_is_copied_during_the_call(gate):
+    model, optimizer = model_and_optimizer()
+    guard = Guard()
+    guard.add(model, optimizer)
+    expected = copy_of(model.state_dict())
+    snapshots: list[Snapshot] = []
+
+    def save(*_: Any) -> Any:
+        snapshots.append(snapshot_of(model.state_dict(), guard))
+
+    # After the barrier of this step: by a hook that is called after it, and by the closure.
+    optimizer.register_step_pre_hook(save)
+    optimizer.step(save)
+    gate.open()
+    for snapshot in snapshots:
+        assert_equal(snapshot.state(), expected)
+    assert len(snapshots) == 2
+
+
+def test_a_step_that_raised_stops_deferred_copies_until_a_step_succeeds():
+    model, optimizer = model_and_optimizer(width=4)
+    guard = Guard()
+    guard.add(model, optimizer)
+
+    def fail() -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(fail)
+    assert not guard.covered().first
+    optimizer.step()
+    assert guard.covered().first
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(fail)
+    # An optimizer that does not exist any more changes nothing.
+    del optimizer
+    gc.collect()
+    assert guard.covered().first
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:Dynamo does not know:UserWarning")
+def test_compiled_steps_wait_for_the_copy(gate):
+    model, optimizer = model_and_optimizer()
+    step = torch.compile(optimizer.step, backend="eager")
+    guard = Guard()
+    guard.add(model, optimizer)
+    step()
+    opener = FakePending(gate.open)
+    guard.watch(opener)
+    expected = copy_of(model.state_dict())
+    snapshot = snapshot_of(model.state_dict(), guard)
+    step()
+    assert opener.num_waits > 0
+    assert_equal(snapshot.state(), expected)
+    assert guard.covered().first
+
+
 def test_a_barrier_without_snapshots_does_not_count_as_waiting():
     model, optimizer = model_and_optimizer(width=4)
     guard = Guard()

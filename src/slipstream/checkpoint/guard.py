@@ -8,7 +8,7 @@ Guarding a target is a promise: its tensors change only where a hook can wait fo
 Buffers are never covered. They change where no hook can wait: in a forward pass, compiled or not, in
 ``reset_running_stats``, in ``spectral_norm``. Nor are parameters of submodules that were added after the call of `add`,
 and tensors that are not plain strided memory (sparse, sharded, not initialized). A snapshot copies all of these during
-the call.
+the call. So it does with everything while a guarded optimizer is inside ``step``, where a hook or a closure may save.
 
 The hooks refer to the guard weakly. They do not prevent a module from being copied, pickled or scripted, and copies of
 a module are not guarded.
@@ -20,7 +20,7 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -87,16 +87,17 @@ class Guard:
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        self._barrier = _Barrier(self)
         self._handles: list[RemovableHandle] = []
         # By identity, because a module or an optimizer may define equality. Weak references show whether an object of
         # this identity is still the same one.
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
-        # Identities without weak references: torch refuses to swap tensors that have any, and `Module.to` may swap them.
+        # Identities without weak references: torch refuses to swap tensors that have any, and `Module.to` may swap.
         # A new tensor may get the identity of an old one. Then it is guarded with its module, or copied earlier.
         self._parameters: set[int] = set()
         self._excluded: set[int] = set()
+        # What is changing guarded tensors now. An optimizer whose step raised stays here until a step succeeds.
+        self._changing: dict[int, weakref.ref[Any]] = {}
         # A dict, because adding and removing one item is atomic.
         self._pending: dict[Pending, None] = {}
 
@@ -118,7 +119,7 @@ class Guard:
         modules = list(_unknown(_modules_in(targets), self._modules))
         handles: list[RemovableHandle] = []
         try:
-            handles.extend(_register(self._barrier, optimizers, modules))
+            handles.extend(_register(self, optimizers, modules))
         except BaseException:
             _remove_hooks(handles)
             raise
@@ -158,6 +159,15 @@ class Guard:
         finally:
             self.waited_s += time.perf_counter() - start
 
+    def begin_change(self, owner: Any) -> None:
+        """Wait as `wait` does, and defer no copies until `end_change`: nothing would wait for them."""
+        self._changing[id(owner)] = weakref.ref(owner)
+        self.wait()
+
+    def end_change(self, owner: Any) -> None:
+        """Guard again what `owner` was changing."""
+        self._changing.pop(id(owner), None)
+
     def watch(self, pending: Pending) -> None:
         """Make barriers wait for this snapshot, too."""
         self._pending[pending] = None
@@ -169,6 +179,9 @@ class Guard:
     def covered(self) -> Covered:
         """Return the guarded tensors as they are now."""
         covered = Covered()
+        # A save in a closure or a hook of the optimizer, which has passed the barrier.
+        if any(True for _ in _alive(self._changing)):
+            return covered
         for tensor in self._tensors():
             # Torch does not count changes of inference tensors. Nothing could tell that such a copy is torn.
             if tensor.is_inference():
@@ -207,19 +220,20 @@ class Guard:
             yield from filter(_is_plain, _tensors_of(optimizer))
 
 
-class _Barrier:
-    """The hook of a guard. Refers to it weakly, so that a hook that is left behind does nothing."""
+class _Hook:
+    """Calls a method of a guard. Refers to it weakly, so that a hook that is left behind does nothing."""
 
     # No attributes but these: torch copies the others into the object that it wraps around a hook.
-    __slots__ = ("_guard",)
+    __slots__ = ("_guard", "_method")
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, method: Callable[..., None]) -> None:
         self._guard = weakref.ref(guard)
+        self._method = method
 
-    def __call__(self, *_: Any, **__: Any) -> None:
+    def __call__(self, owner: Any, *_: Any, **__: Any) -> None:
         guard = self._guard()
         if guard is not None:
-            guard.wait()
+            self._method(guard, owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of a module is not guarded: its hook takes any arguments, returns None and does nothing. It is made of
@@ -284,14 +298,22 @@ def _is_plain(value: Any) -> bool:
 
 
 def _register(
-    barrier: _Barrier, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[torch.nn.Module]
+    guard: Guard, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[torch.nn.Module]
 ) -> Iterator[RemovableHandle]:
     """Register the hooks one after another, and yield a handle of each."""
+    begin = _Hook(guard, Guard.begin_change)
+    end = _Hook(guard, Guard.end_change)
+    barrier = _Hook(guard, _wait)
     for optimizer in optimizers:
-        yield optimizer.register_step_pre_hook(barrier)
+        yield optimizer.register_step_pre_hook(begin)
+        yield optimizer.register_step_post_hook(end)
         yield optimizer.register_load_state_dict_pre_hook(barrier)
     for module in modules:
         yield module.register_load_state_dict_pre_hook(barrier)  # type: ignore[no-untyped-call]
+
+
+def _wait(guard: Guard, _: object) -> None:
+    guard.wait()
 
 
 def _remove_hooks(handles: Iterable[RemovableHandle]) -> None:

@@ -155,8 +155,12 @@ class AsyncCheckpointSaver:
 
         For value norms, exponential averages, or a manual ``copy_``.
         """
-        self._guard.wait()
-        yield
+        block = _Block()
+        self._guard.begin_change(block)
+        try:
+            yield
+        finally:
+            self._guard.end_change(block)
 
     def save_async(
         self,
@@ -292,6 +296,10 @@ class AsyncCheckpointSaver:
         size = format_bytes(result.stored_bytes)
         logger.log(self._log_level, "saved %s: %s in %.2f s", result.path, size, result.seconds)
         return result
+
+
+class _Block:
+    """Stands for a block that changes guarded state."""
 
 
 def _warn_full() -> None:
