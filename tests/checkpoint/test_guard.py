@@ -611,3 +611,11 @@ def test_the_expected_size_includes_the_moments_that_adam_will_keep():
     parameter.grad = torch.ones(1000)
     optimizer.step()
     assert before <= guard.expected_bytes() < 13_000
+
+
+def test_the_expected_size_has_no_moments_of_frozen_parameters():
+    frozen = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
+    optimizer = torch.optim.AdamW([frozen])
+    guard = Guard()
+    guard.add(optimizer)
+    assert guard.expected_bytes() < 5_000

@@ -511,6 +511,37 @@ def test_a_change_of_one_of_many_tensors_in_a_storage_is_found(gate):
         taken.wait()
 
 
+def test_memory_beside_a_guarded_tensor_in_the_same_storage_is_copied_during_the_call(gate):
+    flat = torch.ones(3_000_000)
+    parameter, optimizer, guard = guarded_parameter(2_000_000)
+    parameter.data = flat[:2_000_000]
+    average = flat[2_000_000:]
+    # The whole storage is copied now, because tensors of one storage stay together.
+    taken = snapshot_of({"w": parameter, "average": average}, guard)
+    average.zero_()
+    optimizer.step()
+    gate.open()
+    back = taken.state()
+    assert (values_in(back["w"]), values_in(back["average"])) == ({1.0}, {1.0})
+
+
+def test_a_storage_that_is_guarded_piece_by_piece_is_copied_later(gate):
+    flat = torch.ones(3_000_000)
+    parameters = [torch.nn.Parameter(torch.empty(0)) for _ in range(3)]
+    for parameter, piece in zip(parameters, flat.split(1_000_000), strict=True):
+        parameter.data = piece
+        parameter.grad = -torch.ones_like(piece)
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    guard = Guard()
+    guard.add(optimizer)
+    guard.watch(Opener(gate))
+    # Would not return if the copy were made by this call.
+    taken = snapshot_of({"flat": flat, "across": flat[500_000:2_500_000:2]}, guard)
+    optimizer.step()
+    assert values_in(taken.state()["flat"]) == {1.0}
+    assert values_in(flat) == {2.0}
+
+
 def test_inference_tensors_are_copied_during_the_call(gate):
     with torch.inference_mode():
         parameter = torch.nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
@@ -885,6 +916,24 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     cuda = FakeCuda(monkeypatch)
     yield cuda
     cuda.is_copied.set()
+
+
+def test_memory_is_on_the_host_whatever_the_default_device(monkeypatch):
+    devices: list[torch.device] = []
+    make = torch.empty
+
+    def record(*sizes: int, pin_memory: bool, **options: Any) -> torch.Tensor:
+        # Only with a CUDA device is there pinned memory.
+        assert pin_memory
+        made = make(*sizes, **options)
+        devices.append(made.device)
+        return made
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", record)
+    with torch.device("meta"):
+        assert snapshot.allocate_host(1000).nbytes == 1000
+    assert devices == [torch.device("cpu")]
 
 
 COPY_ON_STREAM = ["copying waits for current", "copy", "copying records event"]

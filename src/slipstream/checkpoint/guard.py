@@ -16,7 +16,9 @@ a module are not guarded.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import operator
 import sys
 import time
 import weakref
@@ -25,6 +27,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from slipstream.spans import span_of
 
 Target = torch.optim.Optimizer | torch.nn.Module
 
@@ -55,6 +59,7 @@ class Covered:
     def __init__(self) -> None:
         self.first: dict[int, torch.Tensor] = {}
         self._others: dict[int, list[torch.Tensor]] = {}
+        self._ranges: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, tensor: torch.Tensor) -> None:
         """Add a tensor. May be repeated: a parameter belongs to a module and to its optimizer."""
@@ -66,6 +71,22 @@ class Covered:
     def tensors(self, address: int) -> list[torch.Tensor]:
         """Return the guarded tensors in a storage."""
         return [self.first[address], *self._others.get(address, ())]
+
+    def contains(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Return whether all memory of a tensor is guarded. Its storage may contain other memory as well."""
+        address = storage.data_ptr()
+        # Almost always one guarded tensor fills its storage.
+        if self.first[address].nbytes == storage.nbytes():
+            return True
+        if not tensor.numel():
+            return True
+        if address not in self._ranges:
+            self._ranges[address] = _contiguous_ranges(self.tensors(address))
+        _, start, _, stop, _ = span_of(tensor, 0)
+        ranges = self._ranges[address]
+        # The last one that begins before the tensor, or with it.
+        number = bisect.bisect_right(ranges, start, key=operator.itemgetter(0)) - 1
+        return number >= 0 and stop <= ranges[number][1]
 
     def version(self, address: int) -> int:
         """Return the sum of the version counters in a storage. It differs after any in-place operation there."""
@@ -202,11 +223,11 @@ class Guard:
         total = sum(sizes.values())
         for optimizer in _alive(self._optimizers):
             for group in optimizer.param_groups:
-                # Adam and its relatives will keep two moments of each parameter.
+                # Adam and its relatives will keep two moments of each parameter that is trained.
                 if "betas" not in group:
                     continue
                 for parameter in group["params"]:
-                    if _is_plain(parameter) and parameter not in optimizer.state:
+                    if parameter.requires_grad and _is_plain(parameter) and parameter not in optimizer.state:
                         total += 2 * (parameter.nbytes + _ALIGNMENT)
         return total
 
@@ -240,6 +261,22 @@ class _Hook:
         # the standard library alone, so that a pickled module can be loaded where Slipstream is not installed. An audit
         # event without a listener does nothing.
         return functools.partial, (sys.audit, "slipstream.unguarded_copy")
+
+
+def _contiguous_ranges(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the memory of contiguous tensors as ranges of addresses, in their order and joined where they touch."""
+    ranges: list[tuple[int, int]] = []
+    for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
+        # What lies between the elements of other tensors may not be guarded.
+        if not tensor.is_contiguous():
+            continue
+        start = tensor.data_ptr()
+        stop = start + tensor.nbytes
+        if ranges and start <= ranges[-1][1]:
+            start, previous_stop = ranges.pop()
+            stop = max(stop, previous_stop)
+        ranges.append((start, stop))
+    return ranges
 
 
 def _optimizers_in(targets: Iterable[Target]) -> Iterator[torch.optim.Optimizer]:

@@ -236,19 +236,27 @@ def split_tensors(tensors: Sequence[torch.Tensor], covered: Covered) -> dict[tor
 def _find_deferrable(tensors: Sequence[torch.Tensor], covered: Covered) -> dict[int, int]:
     """Return the positions of the tensors to copy later, with the addresses of their storages.
 
-    Depends on the storage alone, so tensors that share memory stay together.
+    Tensors that share a storage stay together, and if some of its memory in the state is not guarded, none is deferred.
     """
     found: dict[int, int] = {}
+    unguarded: set[int] = set()
     nbytes = 0
     guarded = covered.first
     if not guarded:
         return found
     for position, tensor in enumerate(tensors):
-        address = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
         # Copies from other devices block, so they are not deferred.
         if address in guarded and (tensor.is_cpu or tensor.is_cuda):
             found[position] = address
             nbytes += tensor.nbytes
+            if not covered.contains(tensor, storage):
+                unguarded.add(address)
     if nbytes < _MIN_DEFERRED_BYTES and len(found) <= _MAX_IMMEDIATE_TENSORS:
         return {}
+    if unguarded:
+        for position in list(found):
+            if found[position] in unguarded:
+                del found[position]
     return found

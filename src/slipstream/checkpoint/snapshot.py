@@ -71,7 +71,8 @@ def snapshot_pool(max_free: int) -> Pool:
 def allocate_host(nbytes: int) -> NDArray[np.uint8]:
     """Allocate host memory; pinned if there is a CUDA device, so that copies to it are asynchronous."""
     if torch.cuda.is_available():
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        # Name the device: users may have set another default.
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     return aligned(nbytes)
 
 
