@@ -273,6 +273,18 @@ def test_the_old_spectral_norm_may_change_its_vectors_in_a_forward_pass(gate):
     assert_equal(snapshot.state(), expected)
 
 
+def test_an_embedding_may_scale_its_weights_in_a_forward_pass(gate):
+    embedding = torch.nn.Embedding(WIDTH, WIDTH, max_norm=1.0)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    guard = Guard()
+    guard.add(embedding, optimizer)
+    expected = copy_of(embedding.state_dict())
+    snapshot = snapshot_of(embedding.state_dict(), guard)
+    embedding(torch.arange(WIDTH))
+    gate.open()
+    assert_equal(snapshot.state(), expected)
+
+
 def test_modules_that_were_added_later_may_change_anywhere(gate):
     model, _ = model_and_optimizer()
     guard = Guard()

@@ -929,9 +929,11 @@ def test_memory_is_on_the_host_whatever_the_default_device(monkeypatch):
         devices.append(made.device)
         return made
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "empty", record)
     with torch.device("meta"):
+        # Torch collects the functions that a default device affects at their first call, before `empty` is replaced.
+        assert torch.empty(0).is_meta
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch, "empty", record)
         assert snapshot.allocate_host(1000).nbytes == 1000
     assert devices == [torch.device("cpu")]
 

@@ -6,8 +6,9 @@ Guarding a target is a promise: its tensors change only where a hook can wait fo
 * A module: its parameters change only in ``load_state_dict`` of the module or a submodule, and in guarded optimizers.
 
 Buffers are never covered. They change where no hook can wait: in a forward pass, compiled or not, in
-``reset_running_stats``, in ``spectral_norm``. Nor are parameters of submodules that were added after the call of `add`,
-and tensors that are not plain strided memory (sparse, sharded, not initialized). A snapshot copies all of these during
+``reset_running_stats``, in ``spectral_norm``. Nor are weights of embeddings with a ``max_norm``, which a forward pass
+scales, parameters of submodules that were added after the call of `add`, and tensors that are not plain strided memory
+(sparse, sharded, not initialized). A snapshot copies all of these during
 the call. So it does with everything while a guarded optimizer is inside ``step``, where a hook or a closure may save.
 
 The hooks refer to the guard weakly. They do not prevent a module from being copied, pickled or scripted, and copies of
@@ -150,6 +151,8 @@ class Guard:
             self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         for module in modules:
             self._modules[id(module)] = weakref.ref(module)
+            if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
+                self.exclude(module.parameters())
         # Of known modules as well: they may have been given other parameters.
         for module in _modules_in(targets):
             self._parameters.update(map(id, module.parameters(recurse=False)))
