@@ -8,8 +8,8 @@ Guarding a target is a promise: its tensors change only where a hook can wait fo
 Buffers are never covered. They change where no hook can wait: in a forward pass, compiled or not, in
 ``reset_running_stats``, in ``spectral_norm``. Nor are weights of embeddings with a ``max_norm``, which a forward pass
 scales, parameters of submodules that were added after the call of `add`, and tensors that are not plain strided memory
-(sparse, sharded, not initialized). A snapshot copies all of these during
-the call. So it does with everything while a guarded optimizer is inside ``step``, where a hook or a closure may save.
+(sparse, sharded, not initialized). A snapshot copies all of these during the call. So it does with everything while a
+guarded optimizer is inside ``step``, where a hook or a closure may save.
 
 The hooks refer to the guard weakly. They do not prevent a module from being copied, pickled or scripted, and copies of
 a module are not guarded.

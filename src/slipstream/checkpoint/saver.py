@@ -140,6 +140,9 @@ class AsyncCheckpointSaver:
         with `TornStateError`, and later saves copy the tensor during the call. Buffers are always copied during the
         call.
 
+        What frees their memory must be under `mutating`, too, or the process may crash: ``resize_`` of a storage,
+        ``share_memory``, and sending them to another process, unless they are in shared memory already.
+
         Memory for the first snapshot is prepared in the background. Guarding a target again has no effect. The targets
         can still be copied, pickled and scripted; copies of them are not guarded.
 
