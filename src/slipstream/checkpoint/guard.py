@@ -73,12 +73,8 @@ class Covered:
         """Return the guarded tensors in a storage."""
         return [self.first[address], *self._others.get(address, ())]
 
-    def contains(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Return whether all memory of a tensor is guarded. Its storage may contain other memory as well."""
-        address = storage.data_ptr()
-        # Almost always one guarded tensor fills its storage.
-        if self.first[address].nbytes == storage.nbytes():
-            return True
+    def contains(self, tensor: torch.Tensor, address: int) -> bool:
+        """Return whether all memory of a tensor is guarded, not only a part of the storage at that address."""
         if not tensor.numel():
             return True
         if address not in self._ranges:

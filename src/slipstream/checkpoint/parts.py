@@ -251,7 +251,8 @@ def _find_deferrable(tensors: Sequence[torch.Tensor], covered: Covered) -> dict[
         if address in guarded and (tensor.is_cpu or tensor.is_cuda):
             found[position] = address
             nbytes += tensor.nbytes
-            if not covered.contains(tensor, storage):
+            # Almost always one guarded tensor fills its storage.
+            if guarded[address].nbytes < storage.nbytes() and not covered.contains(tensor, address):
                 unguarded.add(address)
     if nbytes < _MIN_DEFERRED_BYTES and len(found) <= _MAX_IMMEDIATE_TENSORS:
         return {}

@@ -26,8 +26,8 @@ are *not* detected, and can leave a tensor half old and half new:
   in inference mode, and by the replay of a CUDA graph, which calls no hooks either.
 
 **What crashes.** Torch frees the memory of a storage, though others read it, if the storage is resized or moved to
-shared memory: ``x.untyped_storage().resize_(0)``, ``module.share_memory()``, and the first time that a tensor is sent to
-another process. While guarded tensors are copied, do this only under ``saver.mutating()``.
+shared memory: ``x.untyped_storage().resize_(0)``, ``module.share_memory()``, and the first time that a tensor is sent
+to another process. While guarded tensors are copied, do this only under ``saver.mutating()``.
 
 A change after its storage was copied does no harm, though it breaks the promise. Tensors that changed without the
 barrier, torn or not, are not guarded any longer: later snapshots copy them during the call. An ``x.data = y`` that is
