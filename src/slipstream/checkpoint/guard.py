@@ -89,8 +89,16 @@ class Covered:
         """Return the sum of the version counters in a storage. It differs after any in-place operation there."""
         version = self.first[address]._version
         if address in self._others:
-            version += sum(tensor._version for tensor in self._others[address])
+            version += sum(map(version_of, self._others[address]))
         return version
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the version counter of a tensor; -1 for an inference tensor, which has none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 class Guard:

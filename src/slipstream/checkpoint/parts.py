@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.checkpoint.guard import Covered
+from slipstream.checkpoint.guard import Covered, version_of
 from slipstream.memory import Pool
 from slipstream.tensors import Regions
 
@@ -29,8 +29,6 @@ from slipstream.tensors import Regions
 _MIN_DEFERRED_BYTES = 4 << 20
 _MAX_IMMEDIATE_TENSORS = 64
 _HOST = torch.device("cpu")
-# In place of the version counter of an inference tensor, which has none.
-_NO_VERSION = -1
 
 
 class Promises:
@@ -50,7 +48,7 @@ class Promises:
         self._covered = covered
         self._aliases = aliases
         self._addresses = addresses
-        self._versions = list(map(_version_of, aliases))
+        self._versions = list(map(version_of, aliases))
         # Once per storage: thousands of tensors may share one.
         storages = list(dict.fromkeys(addresses))
         self._storage_versions = dict(zip(storages, map(covered.version, storages), strict=True))
@@ -68,7 +66,7 @@ class Promises:
             return list(numbers)
         changed = []
         for number in numbers:
-            if _version_of(self._aliases[number]) != self._versions[number]:
+            if version_of(self._aliases[number]) != self._versions[number]:
                 changed.append(number)  # noqa: PERF401 - a loop is easier to read
         return changed
 
@@ -85,13 +83,6 @@ class Promises:
         for address in {self._addresses[number] for number in numbers}:
             found += self._covered.tensors(address)
         return found
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:
-        return _NO_VERSION
 
 
 @dataclass(eq=False)
