@@ -110,6 +110,63 @@ def test_guarded_changes_wait_for_the_copy(gate, change):
     assert_equal(snapshot.state(), expected)
 
 
+def test_a_save_inside_a_step_is_copied_during_the_call(gate):
+    model, optimizer = model_and_optimizer()
+    guard = Guard()
+    guard.add(model, optimizer)
+    expected = copy_of(model.state_dict())
+    snapshots: list[Snapshot] = []
+
+    def save(*_: Any) -> Any:
+        snapshots.append(snapshot_of(model.state_dict(), guard))
+
+    # After the barrier of this step: by a hook that is called after it, and by the closure.
+    optimizer.register_step_pre_hook(save)
+    optimizer.step(save)
+    gate.open()
+    for snapshot in snapshots:
+        assert_equal(snapshot.state(), expected)
+    assert len(snapshots) == 2
+
+
+def test_a_step_that_raised_stops_deferred_copies_until_a_step_succeeds():
+    model, optimizer = model_and_optimizer(width=4)
+    guard = Guard()
+    guard.add(model, optimizer)
+
+    def fail() -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(fail)
+    assert not guard.covered().first
+    optimizer.step()
+    assert guard.covered().first
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(fail)
+    # An optimizer that does not exist any more changes nothing.
+    del optimizer
+    gc.collect()
+    assert guard.covered().first
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:Dynamo does not know:UserWarning")
+def test_compiled_steps_wait_for_the_copy(gate):
+    model, optimizer = model_and_optimizer()
+    step = torch.compile(optimizer.step, backend="eager")
+    guard = Guard()
+    guard.add(model, optimizer)
+    step()
+    opener = FakePending(gate.open)
+    guard.watch(opener)
+    expected = copy_of(model.state_dict())
+    snapshot = snapshot_of(model.state_dict(), guard)
+    step()
+    assert opener.num_waits > 0
+    assert_equal(snapshot.state(), expected)
+    assert guard.covered().first
+
+
 def test_a_barrier_without_snapshots_does_not_count_as_waiting():
     model, optimizer = model_and_optimizer(width=4)
     guard = Guard()
@@ -216,6 +273,18 @@ def test_the_old_spectral_norm_may_change_its_vectors_in_a_forward_pass(gate):
     assert_equal(snapshot.state(), expected)
 
 
+def test_an_embedding_may_scale_its_weights_in_a_forward_pass(gate):
+    embedding = torch.nn.Embedding(WIDTH, WIDTH, max_norm=1.0)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    guard = Guard()
+    guard.add(embedding, optimizer)
+    expected = copy_of(embedding.state_dict())
+    snapshot = snapshot_of(embedding.state_dict(), guard)
+    embedding(torch.arange(WIDTH))
+    gate.open()
+    assert_equal(snapshot.state(), expected)
+
+
 def test_modules_that_were_added_later_may_change_anywhere(gate):
     model, _ = model_and_optimizer()
     guard = Guard()
@@ -240,6 +309,34 @@ def test_guarding_again_covers_the_modules_that_were_added(gate):
     guard.watch(pending)
     load_other_weights(model.extra)
     assert pending.num_waits == 1
+
+
+def test_guarding_again_covers_parameters_that_were_replaced():
+    model, _ = model_and_optimizer(width=4)
+    guard = Guard()
+    guard.add(model)
+    model.head.weight = torch.nn.Parameter(torch.ones(2, 4))
+    address = model.head.weight.untyped_storage().data_ptr()
+    # Perhaps an optimizer that is not guarded will change it.
+    assert address not in guard.covered().first
+    guard.add(model)
+    assert address in guard.covered().first
+
+
+def test_torch_can_swap_guarded_tensors_with_others():
+    model, optimizer = model_and_optimizer()
+    guard = Guard()
+    guard.add(model, optimizer)
+    expected = copy_of(model.state_dict())
+    snapshot = snapshot_of(model.state_dict(), guard)
+    guard.wait()
+    # As `Module.to` and `load_state_dict` do with tensor subclasses, and with all tensors if torch is set up that way.
+    torch.utils.swap_tensors(model.layer.weight, torch.nn.Parameter(torch.zeros(WIDTH, WIDTH)))
+    assert_equal(snapshot.state(), expected)
+    assert model.layer.weight.untyped_storage().data_ptr() in guard.covered().first
+    guard.exclude([model.layer.weight])
+    torch.utils.swap_tensors(model.layer.weight, torch.nn.Parameter(torch.ones(WIDTH, WIDTH)))
+    assert model.layer.weight.untyped_storage().data_ptr() not in guard.covered().first
 
 
 def test_a_tensor_that_tore_a_snapshot_is_copied_during_the_call_from_then_on(gate, caplog):
@@ -526,3 +623,11 @@ def test_the_expected_size_includes_the_moments_that_adam_will_keep():
     parameter.grad = torch.ones(1000)
     optimizer.step()
     assert before <= guard.expected_bytes() < 13_000
+
+
+def test_the_expected_size_has_no_moments_of_frozen_parameters():
+    frozen = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
+    optimizer = torch.optim.AdamW([frozen])
+    guard = Guard()
+    guard.add(optimizer)
+    assert guard.expected_bytes() < 5_000

@@ -276,6 +276,17 @@ def test_path_and_metadata_are_captured_at_the_call(tmp_path, monkeypatch, forma
         assert load_checkpoint(tmp_path / "c")["metadata"] == {"reward": 1.0, "notes": ["a"]}
 
 
+def test_a_save_inside_mutating_is_the_state_at_the_call(tmp_path):
+    average = torch.nn.Linear(1100, 1100)
+    expected = average.weight.detach().clone()
+    with AsyncCheckpointSaver() as saver:
+        saver.guard(average)
+        with saver.mutating(), torch.no_grad():
+            saved = saver.save_async(average.state_dict(), tmp_path / "average.pt", compress=False)
+            average.weight.zero_()
+        assert torch.equal(load_checkpoint(saved.result().path)["weight"], expected)
+
+
 def test_memory_of_snapshots_is_freed_at_shutdown(tmp_path):
     state = {"x": torch.zeros(1_000_000)}
     tracemalloc.start()

@@ -444,7 +444,8 @@ def add_one(tensor: torch.Tensor) -> None:
 
 
 def test_a_change_while_a_tensor_is_copied_tears_the_snapshot(monkeypatch):
-    (first, second), guard = two_guarded_parameters()
+    module, guard = two_guarded_parameters()
+    first, second = module
 
     def change(address: int) -> None:
         if address == second.data_ptr():
@@ -457,7 +458,8 @@ def test_a_change_while_a_tensor_is_copied_tears_the_snapshot(monkeypatch):
 
 
 def test_a_change_before_a_tensor_is_copied_tears_the_snapshot(monkeypatch):
-    (first, second), guard = two_guarded_parameters()
+    module, guard = two_guarded_parameters()
+    first, second = module
 
     def change(address: int) -> None:
         if address == first.data_ptr():
@@ -470,7 +472,8 @@ def test_a_change_before_a_tensor_is_copied_tears_the_snapshot(monkeypatch):
 
 
 def test_a_change_after_a_tensor_was_copied_does_no_harm_but_ends_its_guard(monkeypatch, caplog):
-    (first, second), guard = two_guarded_parameters()
+    module, guard = two_guarded_parameters()
+    first, second = module
 
     def change(address: int) -> None:
         if address == second.data_ptr():
@@ -506,6 +509,37 @@ def test_a_change_of_one_of_many_tensors_in_a_storage_is_found(gate):
     gate.open()
     with pytest.raises(TornStateError, match="changed while being copied"):
         taken.wait()
+
+
+def test_memory_beside_a_guarded_tensor_in_the_same_storage_is_copied_during_the_call(gate):
+    flat = torch.ones(3_000_000)
+    parameter, optimizer, guard = guarded_parameter(2_000_000)
+    parameter.data = flat[:2_000_000]
+    average = flat[2_000_000:]
+    # The whole storage is copied now, because tensors of one storage stay together.
+    taken = snapshot_of({"w": parameter, "average": average}, guard)
+    average.zero_()
+    optimizer.step()
+    gate.open()
+    back = taken.state()
+    assert (values_in(back["w"]), values_in(back["average"])) == ({1.0}, {1.0})
+
+
+def test_a_storage_that_is_guarded_piece_by_piece_is_copied_later(gate):
+    flat = torch.ones(3_000_000)
+    parameters = [torch.nn.Parameter(torch.empty(0)) for _ in range(3)]
+    for parameter, piece in zip(parameters, flat.split(1_000_000), strict=True):
+        parameter.data = piece
+        parameter.grad = -torch.ones_like(piece)
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    guard = Guard()
+    guard.add(optimizer)
+    guard.watch(Opener(gate))
+    # Would not return if the copy were made by this call.
+    taken = snapshot_of({"flat": flat, "across": flat[500_000:2_500_000:2]}, guard)
+    optimizer.step()
+    assert values_in(taken.state()["flat"]) == {1.0}
+    assert values_in(flat) == {2.0}
 
 
 def test_inference_tensors_are_copied_during_the_call(gate):
@@ -882,6 +916,26 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     cuda = FakeCuda(monkeypatch)
     yield cuda
     cuda.is_copied.set()
+
+
+def test_memory_is_on_the_host_whatever_the_default_device(monkeypatch):
+    devices: list[torch.device] = []
+    make = torch.empty
+
+    def record(*sizes: int, pin_memory: bool, **options: Any) -> torch.Tensor:
+        # Only with a CUDA device is there pinned memory.
+        assert pin_memory
+        made = make(*sizes, **options)
+        devices.append(made.device)
+        return made
+
+    with torch.device("meta"):
+        # Torch collects the functions that a default device affects at their first call, before `empty` is replaced.
+        assert torch.empty(0).is_meta
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch, "empty", record)
+        assert snapshot.allocate_host(1000).nbytes == 1000
+    assert devices == [torch.device("cpu")]
 
 
 COPY_ON_STREAM = ["copying waits for current", "copy", "copying records event"]

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from slipstream.checkpoint.guard import Barrier
+from slipstream.checkpoint.guard import GuardHook
 from slipstream.checkpoint.rng import compare_generator
 from slipstream.checkpoint.wrappers import plain_names
 
@@ -117,7 +117,7 @@ def _has_hooks(part: Any, names: Iterable[str] = (*_HOOKS, *_OPTIMIZER_HOOKS)) -
     for name in names:
         for hook in vars(part).get(name, {}).values():
             # Torch wraps some hooks into an object.
-            if not isinstance(getattr(hook, "hook", hook), Barrier):
+            if not isinstance(getattr(hook, "hook", hook), GuardHook):
                 return True
     return False
 

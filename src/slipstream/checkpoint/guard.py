@@ -6,9 +6,10 @@ Guarding a target is a promise: its tensors change only where a hook can wait fo
 * A module: its parameters change only in ``load_state_dict`` of the module or a submodule, and in guarded optimizers.
 
 Buffers are never covered. They change where no hook can wait: in a forward pass, compiled or not, in
-``reset_running_stats``, in ``spectral_norm``. Nor are parameters of submodules that were added after the call of `add`,
-and tensors that are not plain strided memory (sparse, sharded, not initialized). A snapshot copies all of these during
-the call.
+``reset_running_stats``, in ``spectral_norm``. Nor are weights of embeddings with a ``max_norm``, which a forward pass
+scales, parameters of submodules that were added after the call of `add`, and tensors that are not plain strided memory
+(sparse, sharded, not initialized). A snapshot copies all of these during the call. So it does with everything while a
+guarded optimizer is inside ``step``, where a hook or a closure may save.
 
 The hooks refer to the guard weakly. They do not prevent a module from being copied, pickled or scripted, and copies of
 a module are not guarded.
@@ -16,15 +17,19 @@ a module are not guarded.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import operator
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from slipstream.spans import span_of
 
 Target = torch.optim.Optimizer | torch.nn.Module
 
@@ -55,6 +60,7 @@ class Covered:
     def __init__(self) -> None:
         self.first: dict[int, torch.Tensor] = {}
         self._others: dict[int, list[torch.Tensor]] = {}
+        self._ranges: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, tensor: torch.Tensor) -> None:
         """Add a tensor. May be repeated: a parameter belongs to a module and to its optimizer."""
@@ -67,12 +73,32 @@ class Covered:
         """Return the guarded tensors in a storage."""
         return [self.first[address], *self._others.get(address, ())]
 
+    def contains(self, tensor: torch.Tensor, address: int) -> bool:
+        """Return whether all memory of a tensor is guarded, not only a part of the storage at that address."""
+        if not tensor.numel():
+            return True
+        if address not in self._ranges:
+            self._ranges[address] = _contiguous_ranges(self.tensors(address))
+        _, start, _, stop, _ = span_of(tensor, 0)
+        ranges = self._ranges[address]
+        # The last one that begins before the tensor, or with it.
+        number = bisect.bisect_right(ranges, start, key=operator.itemgetter(0)) - 1
+        return number >= 0 and stop <= ranges[number][1]
+
     def version(self, address: int) -> int:
         """Return the sum of the version counters in a storage. It differs after any in-place operation there."""
         version = self.first[address]._version
         if address in self._others:
-            version += sum(tensor._version for tensor in self._others[address])
+            version += sum(map(version_of, self._others[address]))
         return version
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the version counter of a tensor; -1 for an inference tensor, which has none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 class Guard:
@@ -87,14 +113,17 @@ class Guard:
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        self._barrier = Barrier(self)
         self._handles: list[RemovableHandle] = []
         # By identity, because a module or an optimizer may define equality. Weak references show whether an object of
         # this identity is still the same one.
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._excluded: dict[int, weakref.ref[torch.Tensor]] = {}
+        # Identities without weak references: torch refuses to swap tensors that have any, and `Module.to` may swap.
+        # A new tensor may get the identity of an old one. Then it is guarded with its module, or copied earlier.
+        self._parameters: set[int] = set()
+        self._excluded: set[int] = set()
+        # What is changing guarded tensors now. An optimizer whose step raised stays here until a step succeeds.
+        self._changing: dict[int, weakref.ref[Any]] = {}
         # A dict, because adding and removing one item is atomic.
         self._pending: dict[Pending, None] = {}
 
@@ -116,7 +145,7 @@ class Guard:
         modules = list(_unknown(_modules_in(targets), self._modules))
         handles: list[RemovableHandle] = []
         try:
-            handles.extend(_register(self._barrier, optimizers, modules))
+            handles.extend(_register(self, optimizers, modules))
         except BaseException:
             _remove_hooks(handles)
             raise
@@ -126,16 +155,19 @@ class Guard:
             self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         for module in modules:
             self._modules[id(module)] = weakref.ref(module)
-            for parameter in module.parameters(recurse=False):
-                self._parameters[id(parameter)] = weakref.ref(parameter)
+            if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
+                self.exclude(module.parameters())
+        # Of known modules as well: they may have been given other parameters.
+        for module in _modules_in(targets):
+            self._parameters.update(map(id, module.parameters(recurse=False)))
 
     def remove(self) -> None:
         """Remove all hooks and guard nothing any more."""
         # In this order: without hooks nothing may be covered.
         self._optimizers = {}
         self._modules = {}
-        self._parameters = {}
-        self._excluded = {}
+        self._parameters = set()
+        self._excluded = set()
         handles = self._handles
         self._handles = []
         _remove_hooks(handles)
@@ -155,6 +187,15 @@ class Guard:
         finally:
             self.waited_s += time.perf_counter() - start
 
+    def begin_change(self, owner: Any) -> None:
+        """Wait as `wait` does, and defer no copies until `end_change`: nothing would wait for them."""
+        self._changing[id(owner)] = weakref.ref(owner)
+        self.wait()
+
+    def end_change(self, owner: Any) -> None:
+        """Guard again what `owner` was changing."""
+        self._changing.pop(id(owner), None)
+
     def watch(self, pending: Pending) -> None:
         """Make barriers wait for this snapshot, too."""
         self._pending[pending] = None
@@ -166,19 +207,20 @@ class Guard:
     def covered(self) -> Covered:
         """Return the guarded tensors as they are now."""
         covered = Covered()
+        # A save in a closure or a hook of the optimizer, which has passed the barrier.
+        if any(True for _ in _alive(self._changing)):
+            return covered
         for tensor in self._tensors():
             # Torch does not count changes of inference tensors. Nothing could tell that such a copy is torn.
             if tensor.is_inference():
                 continue
-            if self._excluded and _is_same(self._excluded, tensor):
-                continue
-            covered.add(tensor)
+            if id(tensor) not in self._excluded:
+                covered.add(tensor)
         return covered
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """Guard these tensors no longer: they changed where no barrier is."""
-        for tensor in tensors:
-            self._excluded[id(tensor)] = weakref.ref(tensor)
+        self._excluded.update(map(id, tensors))
 
     def expected_bytes(self) -> int:
         """Return the size of a snapshot of all guarded tensors, including optimizer state that does not exist yet."""
@@ -188,41 +230,61 @@ class Guard:
         total = sum(sizes.values())
         for optimizer in _alive(self._optimizers):
             for group in optimizer.param_groups:
-                # Adam and its relatives will keep two moments of each parameter.
+                # Adam and its relatives will keep two moments of each parameter that is trained.
                 if "betas" not in group:
                     continue
                 for parameter in group["params"]:
-                    if _is_plain(parameter) and parameter not in optimizer.state:
+                    if parameter.requires_grad and _is_plain(parameter) and parameter not in optimizer.state:
                         total += 2 * (parameter.nbytes + _ALIGNMENT)
         return total
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Yield all plain tensors of the targets, some twice. Optimizers create their state as they go."""
-        yield from filter(_is_plain, _alive(self._parameters))
+        for module in _alive(self._modules):
+            for parameter in list(module._parameters.values()):
+                if id(parameter) in self._parameters and _is_plain(parameter):
+                    yield parameter
         for optimizer in _alive(self._optimizers):
             yield from filter(_is_plain, _tensors_of(optimizer))
 
 
-class Barrier:
-    """The hook of a guard. Refers to it weakly, so that a hook that is left behind does nothing."""
+class GuardHook:
+    """Calls a method of a guard. Refers to it weakly, so that a hook that is left behind does nothing."""
 
     # No attributes but these: torch copies the others into the object that it wraps around a hook.
-    __slots__ = ("_guard",)
+    __slots__ = ("_guard", "_method")
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, method: Callable[..., None]) -> None:
         self._guard = weakref.ref(guard)
+        self._method = method
 
-    def __call__(self, *_: Any, **__: Any) -> None:
-        """Block until the guarded tensors may change."""
+    def __call__(self, owner: Any, *_: Any, **__: Any) -> None:
+        """Call the method with the owner of the hook."""
         guard = self._guard()
         if guard is not None:
-            guard.wait()
+            self._method(guard, owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of a module is not guarded: its hook takes any arguments, returns None and does nothing. It is made of
         # the standard library alone, so that a pickled module can be loaded where Slipstream is not installed. An audit
         # event without a listener does nothing.
         return functools.partial, (sys.audit, "slipstream.unguarded_copy")
+
+
+def _contiguous_ranges(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the memory of contiguous tensors as ranges of addresses, in their order and joined where they touch."""
+    ranges: list[tuple[int, int]] = []
+    for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
+        # What lies between the elements of other tensors may not be guarded.
+        if not tensor.is_contiguous():
+            continue
+        start = tensor.data_ptr()
+        stop = start + tensor.nbytes
+        if ranges and start <= ranges[-1][1]:
+            start, previous_stop = ranges.pop()
+            stop = max(stop, previous_stop)
+        ranges.append((start, stop))
+    return ranges
 
 
 def _optimizers_in(targets: Iterable[Target]) -> Iterator[torch.optim.Optimizer]:
@@ -281,14 +343,22 @@ def _is_plain(value: Any) -> bool:
 
 
 def _register(
-    barrier: Barrier, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[torch.nn.Module]
+    guard: Guard, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[torch.nn.Module]
 ) -> Iterator[RemovableHandle]:
     """Register the hooks one after another, and yield a handle of each."""
+    begin = GuardHook(guard, Guard.begin_change)
+    end = GuardHook(guard, Guard.end_change)
+    barrier = GuardHook(guard, _wait)
     for optimizer in optimizers:
-        yield optimizer.register_step_pre_hook(barrier)
+        yield optimizer.register_step_pre_hook(begin)
+        yield optimizer.register_step_post_hook(end)
         yield optimizer.register_load_state_dict_pre_hook(barrier)
     for module in modules:
         yield module.register_load_state_dict_pre_hook(barrier)  # type: ignore[no-untyped-call]
+
+
+def _wait(guard: Guard, _: object) -> None:
+    guard.wait()
 
 
 def _remove_hooks(handles: Iterable[RemovableHandle]) -> None:

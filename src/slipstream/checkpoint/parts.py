@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.checkpoint.guard import Covered
+from slipstream.checkpoint.guard import Covered, version_of
 from slipstream.memory import Pool
 from slipstream.tensors import Regions
 
@@ -29,8 +29,6 @@ from slipstream.tensors import Regions
 _MIN_DEFERRED_BYTES = 4 << 20
 _MAX_IMMEDIATE_TENSORS = 64
 _HOST = torch.device("cpu")
-# In place of the version counter of an inference tensor, which has none.
-_NO_VERSION = -1
 
 
 class Promises:
@@ -50,7 +48,7 @@ class Promises:
         self._covered = covered
         self._aliases = aliases
         self._addresses = addresses
-        self._versions = list(map(_version_of, aliases))
+        self._versions = list(map(version_of, aliases))
         # Once per storage: thousands of tensors may share one.
         storages = list(dict.fromkeys(addresses))
         self._storage_versions = dict(zip(storages, map(covered.version, storages), strict=True))
@@ -68,7 +66,7 @@ class Promises:
             return list(numbers)
         changed = []
         for number in numbers:
-            if _version_of(self._aliases[number]) != self._versions[number]:
+            if version_of(self._aliases[number]) != self._versions[number]:
                 changed.append(number)  # noqa: PERF401 - a loop is easier to read
         return changed
 
@@ -85,13 +83,6 @@ class Promises:
         for address in {self._addresses[number] for number in numbers}:
             found += self._covered.tensors(address)
         return found
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:
-        return _NO_VERSION
 
 
 @dataclass(eq=False)
@@ -236,19 +227,28 @@ def split_tensors(tensors: Sequence[torch.Tensor], covered: Covered) -> dict[tor
 def _find_deferrable(tensors: Sequence[torch.Tensor], covered: Covered) -> dict[int, int]:
     """Return the positions of the tensors to copy later, with the addresses of their storages.
 
-    Depends on the storage alone, so tensors that share memory stay together.
+    Tensors that share a storage stay together, and if some of its memory in the state is not guarded, none is deferred.
     """
     found: dict[int, int] = {}
+    unguarded: set[int] = set()
     nbytes = 0
     guarded = covered.first
     if not guarded:
         return found
     for position, tensor in enumerate(tensors):
-        address = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
         # Copies from other devices block, so they are not deferred.
         if address in guarded and (tensor.is_cpu or tensor.is_cuda):
             found[position] = address
             nbytes += tensor.nbytes
+            # Almost always one guarded tensor fills its storage.
+            if guarded[address].nbytes < storage.nbytes() and not covered.contains(tensor, address):
+                unguarded.add(address)
     if nbytes < _MIN_DEFERRED_BYTES and len(found) <= _MAX_IMMEDIATE_TENSORS:
         return {}
+    if unguarded:
+        for position in list(found):
+            if found[position] in unguarded:
+                del found[position]
     return found

@@ -140,6 +140,9 @@ class AsyncCheckpointSaver:
         with `TornStateError`, and later saves copy the tensor during the call. Buffers are always copied during the
         call.
 
+        What frees their memory must be under `mutating`, too, or the process may crash: ``resize_`` of a storage,
+        ``share_memory``, and sending them to another process, unless they are in shared memory already.
+
         Memory for the first snapshot is prepared in the background. Guarding a target again has no effect. The targets
         can still be copied, pickled and scripted; copies of them are not guarded.
 
@@ -155,8 +158,12 @@ class AsyncCheckpointSaver:
 
         For value norms, exponential averages, or a manual ``copy_``.
         """
-        self._guard.wait()
-        yield
+        block = _Block()
+        self._guard.begin_change(block)
+        try:
+            yield
+        finally:
+            self._guard.end_change(block)
 
     def save_async(
         self,
@@ -292,6 +299,10 @@ class AsyncCheckpointSaver:
         size = format_bytes(result.stored_bytes)
         logger.log(self._log_level, "saved %s: %s in %.2f s", result.path, size, result.seconds)
         return result
+
+
+class _Block:
+    """Stands for a block that changes guarded state."""
 
 
 def _warn_full() -> None:

@@ -23,7 +23,11 @@ are *not* detected, and can leave a tensor half old and half new:
 
 * an in-place operation, on this or another thread, that is still running at that moment: its result is not counted yet,
 * changes that torch does not count: through ``x.data``, through NumPy arrays that share the memory, by other processes,
-  and in inference mode.
+  in inference mode, and by the replay of a CUDA graph, which calls no hooks either.
+
+**What crashes.** Torch frees the memory of a storage, though others read it, if the storage is resized or moved to
+shared memory: ``x.untyped_storage().resize_(0)``, ``module.share_memory()``, and the first time that a tensor is sent
+to another process. While guarded tensors are copied, do this only under ``saver.mutating()``.
 
 A change after its storage was copied does no harm, though it breaks the promise. Tensors that changed without the
 barrier, torn or not, are not guarded any longer: later snapshots copy them during the call. An ``x.data = y`` that is
@@ -72,7 +76,8 @@ def snapshot_pool(max_free: int) -> Pool:
 def allocate_host(nbytes: int) -> NDArray[np.uint8]:
     """Allocate host memory; pinned if there is a CUDA device, so that copies to it are asynchronous."""
     if torch.cuda.is_available():
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        # Name the device: users may have set another default.
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     return aligned(nbytes)
 
 
