@@ -469,3 +469,10 @@ def test_a_verbose_saver_logs_a_line_per_save(tmp_path, caplog):
     with caplog.at_level(logging.INFO), AsyncCheckpointSaver(verbose=True) as saver:
         saver.save_async(STATE, tmp_path / "c")
     assert f"saved {tmp_path / 'c'}.lz4" in caplog.text
+
+
+def test_a_saver_that_was_shut_down_guards_nothing_any_more():
+    saver = AsyncCheckpointSaver()
+    saver.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        saver.guard(torch.nn.Linear(2, 2))

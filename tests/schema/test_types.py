@@ -52,6 +52,10 @@ class Table(dict[str, int]):
     pass
 
 
+class Tally(collections.Counter[str]):
+    pass
+
+
 class Sorted(OrderedDict[str, int]):
     pass
 
@@ -164,6 +168,8 @@ STORED: dict[str, Any] = {
     "dtype as a key": {torch.float32: 1},
     "keys that look like tags": {"$": {"$": "tensor", "v": 1}},
     "OrderedDict": OrderedDict(b=1, a=2),
+    "Counter": collections.Counter("abca"),
+    "Counter with other keys": collections.Counter({5: 1, (2, "x"): 3}),
     "OrderedDict with metadata": with_attributes(OrderedDict(a=1), _metadata=OrderedDict({"": {"version": 1}})),
     # NumPy's scalars.
     "empty NumPy text": np.str_(""),
@@ -257,7 +263,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "named tuple": (Pair(1, 2), "store tuple(value)"),
     "subclass of dict": (Table(a=1), "store dict(value)"),
     "defaultdict": (collections.defaultdict(list), "store dict(value)"),
-    "Counter": (collections.Counter("ab"), "store dict(value)"),
+    "subclass of Counter": (Tally("ab"), "store collections.Counter(value)"),
+    "Counter with attributes": (with_attributes(collections.Counter(), note=1), "has the attributes note"),
     "deque": (collections.deque([1]), "store list(value)"),
     "subclass of OrderedDict": (Sorted(a=1), "store collections.OrderedDict(value)"),
     "OrderedDict with attributes": (with_attributes(OrderedDict(), note=1), "has the attributes note"),
@@ -417,6 +424,7 @@ def nested(members: Any) -> Any:
             | st.lists(inner, max_size=4).map(tuple)
             | st.dictionaries(HASHABLE | TEXT.map(lambda text: f"${text}"), inner, max_size=4)
             | st.dictionaries(HASHABLE, inner, max_size=4).map(OrderedDict)
+            | st.dictionaries(HASHABLE, st.integers(), max_size=4).map(collections.Counter)
             | st.dictionaries(TEXT, inner, max_size=4)
         ),
         max_leaves=15,

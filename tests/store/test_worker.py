@@ -196,6 +196,45 @@ def test_a_closed_worker_takes_no_more_jobs():
         worker.submit(lambda: None)
 
 
+def test_closing_waits_for_a_thread_that_has_room_and_is_about_to_submit():
+    worker = Worker()
+    has_room = threading.Event()
+    may_submit = threading.Event()
+    done: list[str] = []
+
+    def submit_late() -> None:
+        with worker.room() as put:
+            has_room.set()
+            assert may_submit.wait(30)
+            put(done.append, "written")
+
+    thread = threading.Thread(target=submit_late)
+    thread.start()
+    assert has_room.wait(30)
+    threading.Timer(0.05, may_submit.set).start()
+    worker.close()
+    assert done == ["written"]
+    thread.join()
+
+
+def test_closing_does_not_wait_for_room_that_is_given_back_or_belongs_to_the_closing_thread():
+    worker = Worker()
+    with worker.room():
+        worker.close()
+    other = Worker()
+    has_room = threading.Event()
+
+    def change_its_mind() -> None:
+        with other.room():
+            has_room.set()
+
+    thread = threading.Thread(target=change_its_mind)
+    thread.start()
+    assert has_room.wait(30)
+    other.close()
+    thread.join()
+
+
 def test_a_cancelled_job_does_not_run():
     ran: list[int] = []
     worker = Worker()

@@ -148,7 +148,13 @@ class AsyncCheckpointSaver:
 
         Args:
             *targets: Optimizers (their parameters and state are covered) and modules (their parameters are).
+
+        Raises:
+            TypeError: If a target is neither an optimizer nor a module.
+            RuntimeError: After `shutdown`.
         """
+        if self._worker.is_closed:
+            raise RuntimeError("AsyncCheckpointSaver: shut down, so it guards nothing any more")
         self._guard.add(*targets)
         self._pool.warm(self._guard.expected_bytes(), self._warm)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -190,8 +190,6 @@ def _get(part: Any) -> Any:
         return get_generator_state(part)
     if isinstance(part, dict):
         return _with_plain_dicts(copy.deepcopy(part))
-    if isinstance(part, LRScheduler):
-        return _with_plain_dicts(part.state_dict())
     return part.state_dict()
 
 
@@ -200,10 +198,8 @@ def _prepare(part: Any, state: Any) -> Any:
     if not isinstance(state, Mapping):
         return state
     # These keep what they are given: training would change the caller's state.
-    if isinstance(part, dict):
+    if isinstance(part, dict | LRScheduler):
         return copy.deepcopy(dict(state))
-    if isinstance(part, LRScheduler):
-        return _with_counters(part.state_dict(), copy.deepcopy(dict(state)))
     if isinstance(part, torch.nn.Module) and has_torch_loading(part):
         return unwrap_names(part.state_dict(), state)
     if isinstance(part, torch.optim.Optimizer):
@@ -212,34 +208,18 @@ def _prepare(part: Any, state: Any) -> Any:
 
 
 def _with_plain_dicts(value: Any) -> Any:
-    """Return nested data without counters and default dicts, which files do not store.
+    """Return nested data without default dicts, which files do not store.
 
-    Nothing is lost: dicts are updated in place, and `_with_counters` knows which of a scheduler are counters.
+    Nothing is lost: dicts are updated in place.
     """
     if type(value) is list:
         return list(map(_with_plain_dicts, value))
-    if type(value) not in (dict, Counter, defaultdict):
+    if type(value) not in (dict, defaultdict):
         return value
     members = {}
     for key, member in value.items():
         members[key] = _with_plain_dicts(member)
     return members
-
-
-def _with_counters(mine: Any, theirs: Any) -> Any:
-    """Return the saved state of a scheduler with counters where it has them, such as the milestones of MultiStepLR.
-
-    Changes `theirs`.
-    """
-    if isinstance(mine, Counter) and isinstance(theirs, dict):
-        return Counter(theirs)
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        for key, value in theirs.items():
-            theirs[key] = _with_counters(mine.get(key), value)
-    # The schedulers of a combined one.
-    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
-        return list(map(_with_counters, mine, theirs))
-    return theirs
 
 
 def _set(part: Any, state: Any) -> None:

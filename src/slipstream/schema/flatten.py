@@ -3,7 +3,8 @@
 The list of what can be stored is closed, and everything on it comes back with the same type and the same bits:
 
 * None, bool, int, float, complex, str, bytes, bytearray, range, slice, and `pathlib.Path`;
-* list, tuple, set, frozenset, dict, `collections.OrderedDict` (with the ``_metadata`` of a module's state dict);
+* list, tuple, set, frozenset, dict, `collections.Counter`, `collections.OrderedDict` (with the ``_metadata`` of a
+  module's state dict);
 * `numpy.ndarray` and NumPy's scalars: bools, integers, floats up to 64 bits, complex numbers up to 128 bits, text,
   bytes, void without fields, dates and durations; arrays in either byte order;
 * ``torch.Tensor`` and ``torch.nn.Parameter`` with strided memory, ``torch.dtype``, ``torch.device``, ``torch.Size``;

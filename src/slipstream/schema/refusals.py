@@ -43,6 +43,7 @@ _ADVICE = {
     ("builtins", "frozenset"): "store frozenset(value)",
     ("builtins", "dict"): "store dict(value)",
     ("collections", "OrderedDict"): "store collections.OrderedDict(value)",
+    ("collections", "Counter"): "store collections.Counter(value)",
     ("collections", "deque"): "store list(value)",
     ("pathlib", "PurePath"): "store str(value)",
     ("torch", "UninitializedTensorMixin"): "run a forward pass first, which initializes it",

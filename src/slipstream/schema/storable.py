@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import numpy as np
 
@@ -32,6 +32,7 @@ _TAGS: dict[type, str] = {
     frozenset: "frozenset",
     dict: "dict",
     OrderedDict: "OrderedDict",
+    Counter: "Counter",
     np.ndarray: "array",
     # The class of this system's paths. Those of other systems, and pure paths, would not come back as such.
     type(pathlib.Path()): "path",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +39,10 @@ def unflatten(
 def read_plain(node: Json, key: Key, objects: Sequence[Any] = (), torch: TorchValues | None = None) -> Any:
     """Return the value of a node that holds no tensors and arrays, such as the key of a dict."""
     return _Reader((), objects, torch or TorchValues()).read(node, key, plain=True)
+
+
+# The kinds of dicts with a tag.
+_DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 
 
 class _Reader:
@@ -84,7 +88,7 @@ class _Reader:
                 return tuple(self._read_items(items_in(node), key, plain))
             case "set" | "frozenset":
                 return self._read_set(tag, node, key)
-            case "dict" | "OrderedDict":
+            case "dict" | "OrderedDict" | "Counter":
                 return self._read_dict(tag, node, key, plain)
             case "TensorDict":
                 return self._read_tensordict(node, key)
@@ -128,9 +132,7 @@ class _Reader:
         return values
 
     def _read_dict(self, tag: str, node: Mapping[str, Json], key: Key, plain: bool) -> dict[Any, Any]:
-        members: dict[Any, Any] = {}
-        if tag == "OrderedDict":
-            members = OrderedDict()
+        members: dict[Any, Any] = _DICTS[tag]()
         for key_node, value_node in pairs_in(node):
             name = self.read(key_node, (*key, "keys"), plain=True)
             # Keys that JSON tells apart may be equal, as 1 and true are.

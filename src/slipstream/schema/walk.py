@@ -63,7 +63,7 @@ def members_of(node: Json, key: Key, objects: Sequence[Any] = ()) -> list[tuple[
                 return list(enumerate(items_in(node)))
             case "TensorDict":
                 return list(members_in(node).items())
-            case "dict" | "OrderedDict":
+            case "dict" | "OrderedDict" | "Counter":
                 return [(_read_key(key_node, key, objects), member) for key_node, member in pairs_in(node)]
     except (TypeError, KeyError) as error:
         raise invalid(node, key, error) from error

@@ -195,14 +195,15 @@ class Writer:
         return {TAG: "dict", "v": self._write_pairs(members, key)}
 
     @_container
-    def write_ordered_dict(self, members: Any, key: Key) -> Json:
-        """Return the node of an OrderedDict, which may have one attribute."""
+    def write_special_dict(self, members: Any, key: Key) -> Json:
+        """Return the node of a Counter, or of an OrderedDict, which may have one attribute."""
+        tag = type(members).__name__
         attributes = vars(members)
         unknown = attributes.keys() - {"_metadata"}
-        if unknown:
-            names = ", ".join(sorted(unknown))
+        if unknown or (attributes and tag == "Counter"):
+            names = ", ".join(sorted(attributes))
             return self.refuse(members, key, f"has the attributes {names}, which cannot be stored; store them as keys")
-        node = {TAG: "OrderedDict", "v": self._write_pairs(members, key)}
+        node = {TAG: tag, "v": self._write_pairs(members, key)}
         # The state dict of a module has the versions of its parts as an attribute.
         if attributes:
             (node["metadata"],) = self._write_plain([members._metadata], (*key, "_metadata"))
@@ -276,7 +277,8 @@ _METHODS: dict[str, Callable[[Writer, Any, Key], Json]] = {
     "set": Writer.write_set,
     "frozenset": Writer.write_set,
     "dict": Writer.write_dict,
-    "OrderedDict": Writer.write_ordered_dict,
+    "OrderedDict": Writer.write_special_dict,
+    "Counter": Writer.write_special_dict,
     "TensorDict": Writer.write_tensordict,
     "array": Writer.write_array,
     "tensor": Writer.write_tensor,

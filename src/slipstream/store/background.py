@@ -52,6 +52,7 @@ class Job:
         self.outcome = Outcome()
         self.function: Callable[[], Any] | None = None
         self.process = os.getpid()
+        self.thread = threading.get_ident()
         # The outcome is done, and its callbacks have run. `flush` waits for this, a handle only for the outcome.
         self.is_over = False
         self._is_started = False

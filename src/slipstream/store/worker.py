@@ -15,6 +15,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -148,10 +149,20 @@ class Worker:
         self._raise_failure()
 
     def close(self, timeout: float | None = 60.0) -> None:
-        """Accept no more jobs, and block until the queued ones are done. Idempotent; see `flush` for what it raises."""
+        """Accept no more jobs, and block until the queued ones are done. Idempotent; see `flush` for what it raises.
+
+        Threads that have reserved a place with `room` may still submit; those that wait for one get an error.
+        """
         self._closed = True
         changed.notify_all()
+        # Without this, a job could be submitted after `flush` has looked at the queue.
+        changed.wait_until(functools.partial(self._has_no_reservations, threading.get_ident()), timeout)
         self.flush(timeout)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the worker accepts no more jobs."""
+        return self._closed
 
     def __enter__(self) -> Self:
         return self
@@ -200,6 +211,13 @@ class Worker:
         # Only the queue knows: Ctrl-C may have interrupted the call that submits the job.
         if job not in background.unfinished():
             job.abandon()
+        elif self._closed:
+            changed.notify_all()
+
+    def _has_no_reservations(self, closing_thread: int) -> bool:
+        """Return whether no other thread is about to submit a job."""
+        waiting = set(self._reserved()).difference(background.unfinished())
+        return {job.thread for job in waiting} <= {closing_thread}
 
     def _is_admitted(self, job: Job) -> bool:
         admitted = self._reserved()[: self.max_queue_size]
