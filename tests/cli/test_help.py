@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from slipstream.cli import app
 
 WITHOUT_JSON = {
+    ("checkpoint", "convert"): "writes the file named on the command line and prints one sentence",
     ("ckpt", "convert"): "writes the file named on the command line and prints one sentence",
     ("rollout", "export"): "writes the file named on the command line and prints one sentence",
     ("data", "repack"): "writes the file named on the command line and prints one sentence",

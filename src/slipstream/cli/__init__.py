@@ -22,7 +22,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # importing rich would double the time that --help takes
     pretty_exceptions_enable=False,
 )
-app.add_typer(ckpt.app, name="ckpt")
+app.add_typer(ckpt.app, name="checkpoint")
+app.add_typer(ckpt.short_app, name="ckpt")
 app.add_typer(rollout.app, name="rollout")
 app.add_typer(data.app, name="data")
 app.command(epilog=f"Example: {train.EXAMPLE}")(train.train)
