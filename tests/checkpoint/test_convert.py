@@ -26,7 +26,7 @@ from slipstream.checkpoint.diff import compare_checkpoints, diff_states
 from slipstream.checkpoint.formats import find_format
 from slipstream.checkpoint.inspect import inspect_checkpoint
 from slipstream.checkpoint.native import encode_metadata, write_native
-from slipstream.checkpoint.portable import write_portable
+from slipstream.checkpoint.portable.format import write_portable
 
 
 def tensors() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tensordict import TensorDict
 
 from slipstream import AsyncCheckpointSaver, load_checkpoint
 from slipstream.checkpoint.load import find_format, move
-from slipstream.checkpoint.portable import read_portable
+from slipstream.checkpoint.portable.format import read_portable
 from slipstream.errors import ConfigurationError, CorruptFileError, SlipstreamError
 
 STATE: dict[str, Any] = {

@@ -19,8 +19,9 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from slipstream import AsyncCheckpointSaver, load_checkpoint
-from slipstream.checkpoint import portable, torch_file
-from slipstream.checkpoint.portable import PortableFormat, write_portable
+from slipstream.checkpoint.portable import format as portable
+from slipstream.checkpoint.portable import torch_file
+from slipstream.checkpoint.portable.format import PortableFormat, write_portable
 from slipstream.codecs import bytes as lz4_frames
 from slipstream.errors import CorruptFileError, UnsupportedStateError
 from slipstream.schema.flatten import flatten

@@ -32,7 +32,7 @@ from slipstream import (
 )
 from slipstream.checkpoint.load import find_format
 from slipstream.checkpoint.native import NativeFile
-from slipstream.checkpoint.portable import PortableFormat
+from slipstream.checkpoint.portable.format import PortableFormat
 
 STATE: dict[str, Any] = {"weight": torch.arange(6.0).reshape(2, 3), "step": 7}
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream import load_checkpoint
-from slipstream.checkpoint import torch_file
+from slipstream.checkpoint.portable import torch_file
 from slipstream.errors import CorruptFileError
 
 HEAD = b"\x80\x02"

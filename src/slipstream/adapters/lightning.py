@@ -30,7 +30,7 @@ except ImportError as error:
 
 from slipstream.checkpoint.formats import find_format
 from slipstream.checkpoint.load import newest_file
-from slipstream.checkpoint.portable import read_portable
+from slipstream.checkpoint.portable.format import read_portable
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.store.handle import Handle
 

@@ -17,7 +17,7 @@ from slipstream.checkpoint.formats import FormatName, find_format
 from slipstream.checkpoint.leaves import named_values
 from slipstream.checkpoint.load import load_file
 from slipstream.checkpoint.native import NativeFile, write_native
-from slipstream.checkpoint.portable import PortableFormat, write_portable
+from slipstream.checkpoint.portable.format import PortableFormat, write_portable
 from slipstream.checks import require_choice
 from slipstream.errors import ConfigurationError, CorruptFileError, FormatVersionError, UnsupportedStateError, naming
 from slipstream.schema.flatten import check_storable, flatten

@@ -10,8 +10,8 @@ import torch
 
 from slipstream.checkpoint.formats import find_format
 from slipstream.checkpoint.native import NativeFile
-from slipstream.checkpoint.portable import packed_path, read_portable
-from slipstream.checkpoint.torch_file import first_line, require_device
+from slipstream.checkpoint.portable.format import packed_path, read_portable
+from slipstream.checkpoint.portable.torch_file import first_line, require_device
 from slipstream.errors import CorruptFileError, naming
 from slipstream.schema.flatten import flatten
 from slipstream.schema.keys import Keys

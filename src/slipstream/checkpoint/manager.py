@@ -16,11 +16,11 @@ import torch
 from slipstream.checkpoint.folder import FILE_ERRORS, CheckpointFile, CheckpointFolder, no_checkpoint
 from slipstream.checkpoint.load import move
 from slipstream.checkpoint.native import NativeFile, encode_metadata
+from slipstream.checkpoint.portable.torch_file import require_device
 from slipstream.checkpoint.retention import Plan, RetentionPolicy, as_number, find_best
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.checkpoint.series import Series
 from slipstream.checkpoint.thinning import Thin
-from slipstream.checkpoint.torch_file import require_device
 from slipstream.checks import require_choice, require_count
 from slipstream.errors import BackgroundError, ConfigurationError, CorruptFileError, WriteError
 from slipstream.schema.unflatten import unflatten

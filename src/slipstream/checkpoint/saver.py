@@ -18,7 +18,7 @@ import torch
 from slipstream.checkpoint.formats import CheckpointFormat, Written
 from slipstream.checkpoint.guard import Guard
 from slipstream.checkpoint.native import NativeFormat, encode_metadata
-from slipstream.checkpoint.portable import PortableFormat
+from slipstream.checkpoint.portable.format import PortableFormat
 from slipstream.checkpoint.snapshot import Snapshot, snapshot_pool, take_snapshot
 from slipstream.checks import require_choice, require_count
 from slipstream.codecs.bytes import MAX_LZ4_LEVEL

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from slipstream.checkpoint.compare import find_differences, has_torch_loading, judges_for_itself
-from slipstream.checkpoint.rng import (
+from slipstream.checkpoint.resume.compare import find_differences, has_torch_loading, judges_for_itself
+from slipstream.checkpoint.resume.rng import (
     compare_global_rng,
     get_generator_state,
     get_global_rng,
     set_generator_state,
     set_global_rng,
 )
-from slipstream.checkpoint.undo import Backup
-from slipstream.checkpoint.wrappers import unwrap_names
+from slipstream.checkpoint.resume.undo import Backup
+from slipstream.checkpoint.resume.wrappers import unwrap_names
 from slipstream.errors import StateMismatchError, UnsupportedStateError
 
 # How many differences an error lists.

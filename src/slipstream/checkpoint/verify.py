@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint.archive import Archive
 from slipstream.checkpoint.formats import ZIP_MAGIC, FormatName, find_format
 from slipstream.checkpoint.inspect import find_native_files
+from slipstream.checkpoint.portable.archive import Archive
 from slipstream.checkpoint.reader import NativeReader
 from slipstream.errors import CorruptFileError, FormatVersionError, naming
 from slipstream.store.local import check_regular, open_regular

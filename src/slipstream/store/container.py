@@ -252,11 +252,13 @@ class Container:
 
     def _decode_all(self, requests: Sequence[_Request], threads: int | None) -> None:
         """Decode the chunks of all requests in parallel. All reading of arrays ends up here."""
-        if sum(request.out.nbytes for request in requests) < _PARALLEL_BYTES:
-            threads = 1
         jobs: list[tuple[_Request, int]] = []
+        total_bytes = 0
         for request in requests:
+            total_bytes += request.out.nbytes
             jobs.extend((request, number) for number in request.chunk_numbers())
+        if total_bytes < _PARALLEL_BYTES:
+            threads = 1
         parallel_each(self._decode_into, jobs, threads)
 
     def _decode_into(self, job: tuple[_Request, int]) -> None:

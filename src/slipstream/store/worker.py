@@ -216,8 +216,10 @@ class Worker:
 
     def _has_no_reservations(self, closing_thread: int) -> bool:
         """Return whether no other thread is about to submit a job."""
-        waiting = set(self._reserved()).difference(background.unfinished())
-        return {job.thread for job in waiting} <= {closing_thread}
+        threads = {closing_thread}
+        for job in set(self._reserved()).difference(background.unfinished()):
+            threads.add(job.thread)
+        return threads == {closing_thread}
 
     def _is_admitted(self, job: Job) -> bool:
         admitted = self._reserved()[: self.max_queue_size]

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from slipstream.checkpoint.compare import compare_states
 from slipstream.checkpoint.load import load_checkpoint
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.native import NativeFile
+from slipstream.checkpoint.resume.compare import compare_states
 from slipstream.errors import ConfigurationError, CorruptFileError, StateMismatchError
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy

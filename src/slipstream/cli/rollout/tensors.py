@@ -20,7 +20,7 @@ def write_pt(target: Path, batch: Any) -> list[str]:
 
     A pickled TensorDict would need tensordict, of a release that fits, and ``weights_only=False``.
     """
-    from slipstream.checkpoint.portable import write_portable
+    from slipstream.checkpoint.portable.format import write_portable
 
     write_portable(target, nested(batch), compress=False)
     return []

@@ -1,8 +1,8 @@
 """Read and write what ``torch.save`` writes; the file may be anything that is open and seekable.
 
 `load_untrusted` never runs code from the file and uses nothing that threads share. It reads the archive itself
-(`slipstream.checkpoint.archive`) and runs the pickle on a machine that can only build data
-(`slipstream.checkpoint.unpickle`). `load_trusted` calls ``torch.load``, which runs what the file says.
+(`slipstream.checkpoint.portable.archive`) and runs the pickle on a machine that can only build data
+(`slipstream.checkpoint.portable.unpickle`). `load_trusted` calls ``torch.load``, which runs what the file says.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from slipstream.checkpoint.archive import Archive
 from slipstream.checkpoint.formats import ZIP_MAGIC
-from slipstream.checkpoint.inert import BASE_ALLOWANCE_BYTES, CONTENT_FACTOR, RefusedNameError
-from slipstream.checkpoint.unpickle import Unpickler
+from slipstream.checkpoint.portable.archive import Archive
+from slipstream.checkpoint.portable.inert import BASE_ALLOWANCE_BYTES, CONTENT_FACTOR, RefusedNameError
+from slipstream.checkpoint.portable.unpickle import Unpickler
 from slipstream.errors import ConfigurationError, CorruptFileError, SlipstreamError, WriteError
 
 # How files of torch before version 1.6 begin: with the pickle of a number.

@@ -26,8 +26,8 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from slipstream.checkpoint.compare import judges_for_itself
-from slipstream.checkpoint.rng import get_generator_state, get_global_rng, set_generator_state, set_global_rng
+from slipstream.checkpoint.resume.compare import judges_for_itself
+from slipstream.checkpoint.resume.rng import get_generator_state, get_global_rng, set_generator_state, set_global_rng
 
 # Values that do not change, and code, which is not state.
 _NUMBERS = (types.NoneType, bool, int, float, complex, np.generic)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from slipstream.checkpoint.inert import Allowance, Constructor, Storage, Symbol
+from slipstream.checkpoint.portable.inert import Allowance, Constructor, Storage, Symbol
 from slipstream.schema.nodes import MAX_DEPTH
 from slipstream.schema.structure import MAX_AXES
 from slipstream.schema.values import MAX_INDEX

@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from slipstream.checkpoint.guard import GuardHook
-from slipstream.checkpoint.rng import compare_generator
-from slipstream.checkpoint.wrappers import plain_names
+from slipstream.checkpoint.resume.rng import compare_generator
+from slipstream.checkpoint.resume.wrappers import plain_names
 
 # Attributes with the hooks that run while a module or an optimizer saves or loads. They may change or refuse anything.
 _HOOKS = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -40,7 +40,8 @@ def find_differences(part: Any, state: Any, name: str) -> list[str]:
 
     Args:
         part: A module, optimizer, scheduler, gradient scaler, generator, dict, or anything else.
-        state: Its saved state, under the names that the part uses: see `slipstream.checkpoint.wrappers.unwrap_names`.
+        state: Its saved state, under the names that the part uses; see
+            `slipstream.checkpoint.resume.wrappers.unwrap_names`.
         name: Name of the part, for the messages.
     """
     if isinstance(part, torch.Generator | np.random.Generator):

@@ -3,7 +3,7 @@
 `NAMES` is the whole list. Every constructor checks its arguments, because they come from a file that anybody can write.
 In particular, NumPy dtypes are rebuilt from a closed list of dtype strings: a dtype with fields of objects would make
 NumPy follow pointers that the file contains. What is not in the table is refused when it is loaded and, by
-`slipstream.checkpoint.portable.PortableFormat.check`, when it is saved.
+`slipstream.checkpoint.portable.format.PortableFormat.check`, when it is saved.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.checkpoint import rebuild_tensors
-from slipstream.checkpoint.inert import IGNORED, Allowance, Constructor, RefusedNameError, Symbol, Unfinished
-from slipstream.checkpoint.rebuild_tensors import SPARSE_COMPRESSED, check_shape, require_type
+from slipstream.checkpoint.portable import rebuild_tensors
+from slipstream.checkpoint.portable.inert import IGNORED, Allowance, Constructor, RefusedNameError, Symbol, Unfinished
+from slipstream.checkpoint.portable.rebuild_tensors import SPARSE_COMPRESSED, check_shape, require_type
 from slipstream.errors import FormatVersionError
 from slipstream.schema.dtypes import DTYPES, parse_numpy_dtype
 from slipstream.schema.values import KINDS

@@ -1,7 +1,7 @@
 """Portable checkpoints: what ``torch.save`` writes, plain (``.pt``) or as standard LZ4 frames (``.pt.lz4``).
 
 Both can be read without Slipstream: by ``torch.load``, after ``lz4 -d`` if necessary. Reading here does not use
-``torch.load`` unless the caller trusts the file: see `slipstream.checkpoint.unpickle`.
+``torch.load`` unless the caller trusts the file: see `slipstream.checkpoint.portable.unpickle`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from slipstream.checkpoint.formats import LZ4_MAGIC, ZIP_MAGIC, Written
-from slipstream.checkpoint.lz4_file import FrameWriter, decompress
-from slipstream.checkpoint.torch_file import (
+from slipstream.checkpoint.portable.lz4_file import FrameWriter, decompress
+from slipstream.checkpoint.portable.torch_file import (
     first_line,
     is_trusted,
     load_trusted,
@@ -190,7 +190,7 @@ def _check_size(tree: Tree) -> None:
     """Raise if the state has too many values for the default load.
 
     The allowance of a load is enough for `MAX_TENSORS` of the values that take most besides as many others as a state
-    may have, see `slipstream.checkpoint.inert`.
+    may have, see `slipstream.checkpoint.portable.inert`.
     """
     num_tensors = len(tree.leaves) + tree.num_long_scalars
     if num_tensors <= MAX_TENSORS:

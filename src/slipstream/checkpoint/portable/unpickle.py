@@ -8,9 +8,9 @@ that all threads share.
 
 So this module implements the instructions that ``torch.save`` uses (pickle protocol 2) and refuses all others:
 
-* A name is looked up in a closed table (`slipstream.checkpoint.rebuild`) and never imported. The stack contains an
-  inert object in its place. It can be called with arguments, which the constructor behind it checks; it has no
-  attributes to set, and it cannot become part of the result.
+* A name is looked up in a closed table (`slipstream.checkpoint.portable.rebuild`) and never imported. The stack
+  contains an inert object in its place. It can be called with arguments, which the constructor behind it checks; it has
+  no attributes to set, and it cannot become part of the result.
 * ``BUILD`` completes NumPy dtypes and arrays, and sets attributes of an OrderedDict. It refuses everything else.
 * Items can be added to lists and dicts only. Keys are plain values, nested to a limited depth.
 * Memory is bounded: every instruction and every copy is charged to an allowance.
@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from slipstream.checkpoint.inert import (
+from slipstream.checkpoint.portable.inert import (
     IGNORED,
     INERT,
     Allowance,
@@ -41,7 +41,7 @@ from slipstream.checkpoint.inert import (
     Unfinished,
     require_values,
 )
-from slipstream.checkpoint.rebuild import NAMES
+from slipstream.checkpoint.portable.rebuild import NAMES
 from slipstream.errors import SlipstreamError
 
 _MAX_NAME_BYTES = 1000

@@ -1,0 +1,1 @@
+"""What `TrainingState` needs to restore everything or nothing: compare before a load, undo after one, random states."""
