@@ -148,10 +148,12 @@ def write_native(
         thinned=tuple(thinned),
     )
     content = {entry.name: EntryContent(entry.array, entry.digests) for entry in entries}
-    # What a delta will take is not known.
+    # What a delta takes is not known. A packed state takes about four fifths. Freeing what is not needed takes time.
     expected_bytes = 0
     if parent is None:
         expected_bytes = sum(entry.array.nbytes for entry in entries)
+    if compress:
+        expected_bytes = expected_bytes * 3 // 4
     with write_container(path, kind=KIND, threads=threads, expected_bytes=expected_bytes) as writer:
         header = _add_entries(writer, entries, header, parent)
         writer.add(TABLE, rows, Raw())

@@ -142,10 +142,10 @@ def atomic_write(path: str | os.PathLike[str], *, expected_bytes: int = 0) -> It
     with translate_errors(target):
         require_replaceable(target)
     with _write_then(_replace, target) as file:
-        is_reserved = _reserve(file.fileno(), expected_bytes)
+        reserved_bytes = _reserve(file.fileno(), expected_bytes)
         yield file
         # A forked child has closed the file.
-        if is_reserved and not file.closed:
+        if not file.closed and file.tell() < reserved_bytes:
             with translate_errors(target):
                 file.truncate()
 
@@ -202,19 +202,19 @@ def _write_then(publish: Callable[[Path, Path], None], target: Path) -> Iterator
         _flush_published(target, folder)
 
 
-def _reserve(descriptor: int, nbytes: int) -> bool:
-    """Reserve disk space for a file, and return whether the file may be longer than what is written to it.
+def _reserve(descriptor: int, nbytes: int) -> int:
+    """Reserve disk space for a file, and return its size from now on.
 
     Never fails: only writing can tell whether the disk is full.
     """
     if nbytes < _MIN_RESERVED_BYTES or _fallocate is None:
-        return False
+        return 0
     free = os.fstatvfs(descriptor)
     # On a disk that is nearly full, other programs should not have to wait for what turns out not to be needed.
     if free.f_bavail * free.f_frsize < 2 * nbytes:
-        return False
+        return 0
     _fallocate(descriptor, 0, 0, nbytes)
-    return True
+    return os.fstat(descriptor).st_size
 
 
 def _replace(temporary: Path, target: Path) -> None:
