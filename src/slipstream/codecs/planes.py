@@ -233,10 +233,9 @@ def _rebase(work: Words, header: _BlockHeader) -> None:
     tops = scratch("plane", work.size, _BYTES)
     np.right_shift(work, top_place, out=tops, casting="unsafe")
     # Some top bytes are zero and stay so. The smallest of the others becomes 1, so that decoding can tell them apart.
-    # Subtracting 1 wraps zeros around to 255, which removes them from the minimum.
+    # Subtracting 1 wraps zeros around to 255, which removes them from the minimum. 255 then means: there are no others.
     np.subtract(tops, 1, out=tops)
     base = int(tops.min())
-    # 0: the smallest is 1 already. 255: there are no others.
     if base in (0, 255):
         return
     header.base = base
