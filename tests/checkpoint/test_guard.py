@@ -323,6 +323,25 @@ def test_guarding_again_covers_parameters_that_were_replaced():
     assert address in guard.covered().first
 
 
+def test_replaced_parameters_are_not_guarded_even_if_they_get_the_identities_of_old_ones():
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(10)))
+    guard = Guard()
+    guard.add(model)
+    # Pruning: each new weight is likely to be where the old weight of the layer before was.
+    for layer in model:
+        layer.weight = torch.nn.Parameter(layer.weight.detach()[:4].clone())
+    assert not guard.covered().first
+
+
+def test_guarding_again_does_not_cover_the_replaced_weight_of_an_embedding_that_scales_it():
+    embedding = torch.nn.Embedding(8, 8, max_norm=1.0)
+    guard = Guard()
+    guard.add(embedding)
+    embedding.weight = torch.nn.Parameter(torch.ones(16, 8))
+    guard.add(embedding)
+    assert not guard.covered().first
+
+
 def test_torch_can_swap_guarded_tensors_with_others():
     model, optimizer = model_and_optimizer()
     guard = Guard()

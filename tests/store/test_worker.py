@@ -235,6 +235,29 @@ def test_closing_does_not_wait_for_room_that_is_given_back_or_belongs_to_the_clo
     thread.join()
 
 
+def test_closing_reports_a_thread_that_has_room_and_does_not_submit_in_time():
+    worker = Worker()
+    has_room = threading.Event()
+    may_submit = threading.Event()
+    done: list[str] = []
+
+    def submit_late() -> None:
+        with worker.room() as put:
+            has_room.set()
+            assert may_submit.wait(30)
+            put(done.append, "written")
+
+    thread = threading.Thread(target=submit_late)
+    thread.start()
+    assert has_room.wait(30)
+    with pytest.raises(TimeoutError, match="still submitting a job after 0.01 s"):
+        worker.close(timeout=0.01)
+    may_submit.set()
+    worker.close()
+    assert done == ["written"]
+    thread.join()
+
+
 def test_a_cancelled_job_does_not_run():
     ran: list[int] = []
     worker = Worker()

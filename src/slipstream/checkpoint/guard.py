@@ -119,8 +119,9 @@ class Guard:
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         # Identities without weak references: torch refuses to swap tensors that have any, and `Module.to` may swap.
-        # A new tensor may get the identity of an old one. Then it is guarded with its module, or copied earlier.
-        self._parameters: set[int] = set()
+        # A new tensor may get the identity of one that is gone. So parameters are known by their places as well: the
+        # identity of the module, and the name in it. An excluded tensor is only copied earlier.
+        self._parameters: set[tuple[int, str, int]] = set()
         self._excluded: set[int] = set()
         # What is changing guarded tensors now. An optimizer whose step raised stays here until a step succeeds.
         self._changing: dict[int, weakref.ref[Any]] = {}
@@ -155,11 +156,12 @@ class Guard:
             self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         for module in modules:
             self._modules[id(module)] = weakref.ref(module)
-            if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
-                self.exclude(module.parameters())
         # Of known modules as well: they may have been given other parameters.
         for module in _modules_in(targets):
-            self._parameters.update(map(id, module.parameters(recurse=False)))
+            if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
+                self.exclude(module.parameters())
+            for name, parameter in module._parameters.items():
+                self._parameters.add((id(module), name, id(parameter)))
 
     def remove(self) -> None:
         """Remove all hooks and guard nothing any more."""
@@ -241,8 +243,8 @@ class Guard:
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Yield all plain tensors of the targets, some twice. Optimizers create their state as they go."""
         for module in _alive(self._modules):
-            for parameter in list(module._parameters.values()):
-                if id(parameter) in self._parameters and _is_plain(parameter):
+            for name, parameter in list(module._parameters.items()):
+                if (id(module), name, id(parameter)) in self._parameters and _is_plain(parameter):
                     yield parameter
         for optimizer in _alive(self._optimizers):
             yield from filter(_is_plain, _tensors_of(optimizer))

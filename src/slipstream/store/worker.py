@@ -16,6 +16,7 @@ import functools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -156,7 +157,11 @@ class Worker:
         self._closed = True
         changed.notify_all()
         # Without this, a job could be submitted after `flush` has looked at the queue.
-        changed.wait_until(functools.partial(self._has_no_reservations, threading.get_ident()), timeout)
+        start = time.monotonic()
+        if not changed.wait_until(functools.partial(self._has_no_reservations, threading.get_ident()), timeout):
+            raise TimeoutError(f"{self.name}: a thread is still submitting a job after {timeout} s; it may continue")
+        if timeout is not None:
+            timeout = max(0.0, timeout - round(time.monotonic() - start, 1))
         self.flush(timeout)
 
     @property
