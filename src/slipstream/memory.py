@@ -68,7 +68,7 @@ def fresh(nbytes: int) -> Bytes:
     try:
         # Huge pages start at multiples of their size, so reserve one more. What is never touched takes no memory.
         pages = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:
+    except (OSError, OverflowError):
         # A process may have a limited number of mappings. NumPy has other ways to get memory, or raises MemoryError.
         return np.empty(nbytes, np.uint8)
     memory = np.frombuffer(pages, np.uint8)

@@ -93,7 +93,8 @@ def parallel_each(function: Callable[[T], object], items: Sequence[T], threads: 
         threads: Number of threads; `default_threads` if None.
 
     Raises:
-        BaseException: The first exception of `function`, in the order of the items. No further item is started.
+        BaseException: The first exception of `function`, in the order of the items; Ctrl-C before all others. No
+            further item is started.
 
     Example:
         >>> squares = {}
@@ -110,15 +111,17 @@ def parallel_each(function: Callable[[T], object], items: Sequence[T], threads: 
                 return
             try:
                 function(items[index])
-            except BaseException as error:  # noqa: BLE001 - raised again below
+            except Exception as error:  # noqa: BLE001 - raised again below
                 errors[index] = error
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                errors[-1] = error
 
     helpers: list[threading.Thread] = []
     try:
         _start_threads(helpers, run, min(threads or default_threads(), len(items)) - 1)
         run()
     except BaseException as error:  # noqa: BLE001 - Ctrl-C between two items, raised again below
-        errors[len(items)] = error
+        errors[-1] = error
     for helper in helpers:
         helper.join()
     if errors:

@@ -324,13 +324,28 @@ def test_guarding_again_covers_parameters_that_were_replaced():
 
 
 def test_replaced_parameters_are_not_guarded_even_if_they_get_the_identities_of_old_ones():
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(10)))
+    layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(10)]
     guard = Guard()
-    guard.add(model)
-    # Pruning: each new weight is likely to be where the old weight of the layer before was.
-    for layer in model:
-        layer.weight = torch.nn.Parameter(layer.weight.detach()[:4].clone())
-    assert not guard.covered().first
+    guard.add(*layers)
+    # Pruning, again and again: a new weight is likely to be where an old one of this layer or another was.
+    for _ in range(5):
+        for layer in layers:
+            layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+        assert not guard.covered().first
+
+
+def test_a_guard_keeps_neither_modules_nor_replaced_parameters_alive():
+    kept = torch.nn.Linear(4, 4)
+    dropped = torch.nn.Linear(4, 4)
+    guard = Guard()
+    guard.add(kept, dropped)
+    references = [weakref.ref(kept.weight), weakref.ref(dropped.weight), weakref.ref(dropped)]
+    del dropped
+    kept.weight = torch.nn.Parameter(torch.ones(2, 4))
+    # The next save looks at what the module has now.
+    guard.covered()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]
 
 
 def test_guarding_again_does_not_cover_the_replaced_weight_of_an_embedding_that_scales_it():

@@ -118,10 +118,11 @@ class Guard:
         # this identity is still the same one.
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
-        # Identities without weak references: torch refuses to swap tensors that have any, and `Module.to` may swap.
-        # A new tensor may get the identity of one that is gone. So parameters are known by their places as well: the
-        # identity of the module, and the name in it. An excluded tensor is only copied earlier.
-        self._parameters: set[tuple[int, str, int]] = set()
+        # The guarded parameters by the identity of their module and by name. Not weak references: torch refuses to swap
+        # tensors that have any, and `Module.to` may swap. Those of a module that is gone, or that has other parameters
+        # now, are dropped.
+        self._parameters: dict[int, dict[str, torch.Tensor]] = {}
+        # By identity. Another tensor may get the identity of one that is gone, and is then copied earlier.
         self._excluded: set[int] = set()
         # What is changing guarded tensors now. An optimizer whose step raised stays here until a step succeeds.
         self._changing: dict[int, weakref.ref[Any]] = {}
@@ -155,20 +156,20 @@ class Guard:
         for optimizer in optimizers:
             self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         for module in modules:
-            self._modules[id(module)] = weakref.ref(module)
+            forget = functools.partial(_forget_module, self._parameters, id(module))
+            self._modules[id(module)] = weakref.ref(module, forget)
         # Of known modules as well: they may have been given other parameters.
         for module in _modules_in(targets):
             if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
                 self.exclude(module.parameters())
-            for name, parameter in module._parameters.items():
-                self._parameters.add((id(module), name, id(parameter)))
+            self._parameters[id(module)] = dict(module.named_parameters(recurse=False))
 
     def remove(self) -> None:
         """Remove all hooks and guard nothing any more."""
         # In this order: without hooks nothing may be covered.
         self._optimizers = {}
         self._modules = {}
-        self._parameters = set()
+        self._parameters = {}
         self._excluded = set()
         handles = self._handles
         self._handles = []
@@ -243,8 +244,12 @@ class Guard:
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Yield all plain tensors of the targets, some twice. Optimizers create their state as they go."""
         for module in _alive(self._modules):
-            for name, parameter in list(module._parameters.items()):
-                if (id(module), name, id(parameter)) in self._parameters and _is_plain(parameter):
+            guarded = self._parameters.get(id(module), {})
+            for name, parameter in list(guarded.items()):
+                # The module may have been given another one, which changes where no hook is, or lost it.
+                if module._parameters.get(name) is not parameter:
+                    guarded.pop(name, None)
+                elif _is_plain(parameter):
                     yield parameter
         for optimizer in _alive(self._optimizers):
             yield from filter(_is_plain, _tensors_of(optimizer))
@@ -287,6 +292,11 @@ def _contiguous_ranges(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]
             stop = max(stop, previous_stop)
         ranges.append((start, stop))
     return ranges
+
+
+def _forget_module(parameters: dict[int, dict[str, torch.Tensor]], identity: int, _: object) -> None:
+    """Drop the parameters of a module that is gone, before another module gets its identity."""
+    parameters.pop(identity, None)
 
 
 def _optimizers_in(targets: Iterable[Target]) -> Iterator[torch.optim.Optimizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -108,9 +109,7 @@ class EntryReader:
         failure: OSError | None = None
         for path in [hint, *others]:
             try:
-                file = self._open_if(path, wanted.identity)
-                if file is not None and intact:
-                    file.container.check_chunks()
+                file = self._open_if(path, wanted.identity, intact=intact)
             except (FileNotFoundError, CorruptFileError, FormatVersionError):
                 # Deleted in the meantime, damaged, or no checkpoint. Another file may be the one.
                 continue
@@ -128,15 +127,20 @@ class EntryReader:
             f"put its parents into the same folder ({names})"
         )
 
-    def _open_if(self, path: Path, identity: str) -> Self | None:
-        """Open a file if it is the checkpoint with an identity."""
+    def _open_if(self, path: Path, identity: str, *, intact: bool) -> Self | None:
+        """Open a file if it is the checkpoint with an identity. With `intact`, raise if a chunk of it is damaged."""
         if not looks_native(path):
             return None
         file = type(self)(path)
-        if file.header.identity == identity:
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(file.close)
+            if file.header.identity != identity:
+                return None
+            if intact:
+                file.container.check_chunks()
+            # The caller closes it.
+            cleanup.pop_all()
             return file
-        file.close()
-        return None
 
     def choose_intact_parents(self, max_links: int = MAX_LINKS) -> bool:
         """Look for an intact copy of every parent, after reading has found damage.

@@ -209,11 +209,11 @@ def _reserve(descriptor: int, nbytes: int) -> int:
     """
     if nbytes < _MIN_RESERVED_BYTES or _fallocate is None:
         return 0
-    free = os.fstatvfs(descriptor)
-    # On a disk that is nearly full, other programs should not have to wait for what turns out not to be needed.
-    if free.f_bavail * free.f_frsize < 2 * nbytes:
-        return 0
-    _fallocate(descriptor, 0, 0, nbytes)
+    with contextlib.suppress(OSError):
+        free = os.fstatvfs(descriptor)
+        # On a disk that is nearly full, other programs should not have to do without what turns out not to be needed.
+        if free.f_bavail * free.f_frsize >= 2 * nbytes:
+            _fallocate(descriptor, 0, 0, nbytes)
     return os.fstat(descriptor).st_size
 
 
