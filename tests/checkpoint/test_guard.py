@@ -339,7 +339,7 @@ def test_a_guard_keeps_neither_modules_nor_replaced_parameters_alive():
     dropped = torch.nn.Linear(4, 4)
     guard = Guard()
     guard.add(kept, dropped)
-    references = [weakref.ref(kept.weight), weakref.ref(dropped.weight), weakref.ref(dropped)]
+    references: list[weakref.ref[Any]] = [weakref.ref(kept.weight), weakref.ref(dropped.weight), weakref.ref(dropped)]
     del dropped
     kept.weight = torch.nn.Parameter(torch.ones(2, 4))
     # The next save looks at what the module has now.
