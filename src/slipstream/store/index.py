@@ -252,6 +252,9 @@ def _check_structure(text: bytes) -> None:
     pass over the bytes finds the brackets and commas outside strings. Where the text is not valid JSON the count may be
     wrong, but the parser stops at that point.
     """
+    # Most files are small. This few brackets, wherever they are, cannot exceed a limit.
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH and len(text) <= MAX_CONTAINERS:
+        return
     # An escaped quote does not end a string. Escaped backslashes go first: the quote in \\" is not escaped.
     if b"\\" in text:
         text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
