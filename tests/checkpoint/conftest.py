@@ -2,8 +2,10 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch.distributed
 
 from slipstream import tensors
 from slipstream.tensors import copy_memory
@@ -32,3 +34,25 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     yield gate
     # A test that failed must not leave a thread behind.
     gate.open()
+
+
+HAD_PROCESS_GROUP = pytest.StashKey[bool]()
+
+
+@pytest.fixture
+def process_group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    request.config.stash[HAD_PROCESS_GROUP] = True
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def forks_on_another_thread(request: pytest.FixtureRequest) -> None:
+    """Skip a test that forks on another thread than the main one, if this process had a process group.
+
+    Python then drops what the main thread refers to. If that is the group, torch waits in its destructor for threads
+    that only the parent has.
+    """
+    if HAD_PROCESS_GROUP in request.config.stash:
+        pytest.skip("torch cannot destroy a process group of the parent in a forked child")

@@ -8,8 +8,7 @@ import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -621,13 +620,6 @@ def test_a_scripted_part_of_a_module_is_copied_during_the_call(gate):
         next(model.parameters()).add_(1)
     gate.open()
     assert_equal(snapshot.state(), expected)
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -738,6 +738,7 @@ def _save_in_child(manager: CheckpointManager, step: int) -> None:
     manager.save(step, state(step)).result()
 
 
+@pytest.mark.usefixtures("forks_on_another_thread")
 def test_a_child_forked_during_a_write_can_save_and_does_not_hold_up_its_parent(tmp_path, monkeypatch):
     """Workers of a DataLoader are forked at any moment, and may live as long as training."""
     context = multiprocessing.get_context("fork")

@@ -824,15 +824,12 @@ def test_an_object_that_cannot_be_pickled_is_refused_at_the_call_by_name():
         snapshot_of(state)
 
 
-def test_a_distributed_tensor_is_stored(tmp_path):
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        tensor = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (1,)), [Shard(0)])
-        back = snapshot_of({"d": tensor}).state()["d"]
-        assert type(back) is type(tensor)
-        assert torch.equal(back.to_local(), tensor.to_local())
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("process_group")
+def test_a_distributed_tensor_is_stored():
+    tensor = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (1,)), [Shard(0)])
+    back = snapshot_of({"d": tensor}).state()["d"]
+    assert type(back) is type(tensor)
+    assert torch.equal(back.to_local(), tensor.to_local())
 
 
 @pytest.mark.parametrize(
