@@ -177,7 +177,7 @@ def test_a_position_that_is_not_a_number_does_not_disturb_the_others():
 
 def test_cells_list_every_box_within_range_and_the_outermost_list_none():
     boxes = training_map()
-    origin, side, listed = list_boxes(boxes, 4.0)
+    origin, side, listed = list_boxes([boxes], 4.0)
     generator = torch.Generator().manual_seed(0)
     for x, y in ((torch.rand(200, 2, generator=generator) * 2 - 1) * 26).tolist():
         dx = torch.maximum(boxes.low_m[:, 0] - x, x - boxes.high_m[:, 0]).clamp(min=0)

@@ -1,4 +1,4 @@
-"""What a simulation is made of: frozen, checked when made, and small enough to print."""
+"""The configuration of a simulation: frozen dataclasses that are checked on creation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from slipstream.checks import require_choice, require_count, require_positive
+from slipstream.checks import require_choice, require_count, require_number, require_positive
 from slipstream.errors import ConfigurationError
 
 CompileMode = Literal["auto", "true", "false"]
 DynamicsKind = Literal["hummingbird", "lag"]
-StartMode = Literal["border", "line"]
+StartMode = Literal["border", "line", "through"]
 
 MAX_STATIC_OBSTACLES = 5000  # placing more takes minutes, and there is hardly room
 NUM_KINDS = 8  # of dynamic obstacles: four widths, each as a flying cuboid and as a standing cylinder
@@ -57,32 +57,44 @@ class LidarConfig:
 
 @dataclass(frozen=True)
 class NavigationConfig:
-    """A world, the drones in it, and the rules they fly by. The defaults are NavRL's training.
+    """A world, the drones in it, and the rules they fly by. The defaults are those of NavRL's training.
 
     Attributes:
-        num_envs: How many drones fly at once. They share one world and pass through each other.
-        num_static_obstacles: How many boxes stand in the field; 0 leaves it empty.
-        num_dynamic_obstacles: How many obstacles move; a multiple of 8, for there are 8 kinds of them.
-        map_seed: Which field: where the boxes stand, and where the moving obstacles are at home.
-        map_half_extent_m: Obstacles are within plus or minus this; drones start 4 m outside of it.
-        start: ``border``: start and goal anywhere on the square 4 m around the field (training). ``line``: side by
-            side along one edge, goals straight across (evaluation).
-        dynamics: ``hummingbird``: a quadrotor under a velocity controller. ``lag``: velocities follow commands with
-            a first-order lag, for larger steps.
+        num_envs: Number of drones that fly at once. They never collide with each other.
+        num_maps: Number of independent worlds. Drones are assigned in equal blocks: drone ``i`` flies on map
+            ``i // (num_envs // num_maps)``. Each map has its own boxes and moving obstacles.
+        num_static_obstacles: Number of boxes on each map; 0 leaves the field empty.
+        num_dynamic_obstacles: Number of moving obstacles on each map: a multiple of 8, because there are 8 kinds.
+        map_seed: Seed of the first map; the others have the seeds that follow it. It determines where the boxes stand
+            and where the moving obstacles start.
+        map_half_extent_m: Obstacles are within plus or minus this distance; drones start 4 m outside of it.
+        start: ``border``: start and goal anywhere on the square 4 m around the field (NavRL's training). ``through``:
+            start anywhere on that square, goal anywhere on the opposite side. ``line``: starts spread along one side,
+            goals straight across (NavRL's evaluation).
+        inside_starts: Share of the episodes that start at a free place inside the field instead, with the goal as
+            above. For training with ``border`` or ``through``.
+        dynamics: ``hummingbird``: a quadrotor with a velocity controller. ``lag``: velocities follow commands with a
+            first-order lag, which allows larger steps.
         dt_s: Length of a step.
-        max_episode_length: After how many steps an episode is truncated.
-        goal_truncates: Whether reaching the goal truncates the episode; in NavRL it does not end it.
-        random_clocks: Whether episodes begun by a reset of all environments are cut short by a random number of
-            steps, so that they do not end all at once. Later episodes have full length.
+        max_episode_length: Number of steps after which an episode is truncated.
+        goal_truncates: Whether reaching the goal truncates the episode. In NavRL, the episode continues.
+        random_clocks: Whether a reset of all environments shortens each episode by a random number of steps, so that
+            they do not all end at once. Later episodes have full length.
         lidar: The range finder.
-        obstacle_speed_m_s: Slowest and fastest of the moving obstacles.
-        obstacle_range_m: How far from home they wander in x, y and z, rounded away from home on the lower side and
-            towards it on the upper one, as NavRL does: 4.5 is from 5 m below to 4 m above.
-        seed: Of starts, goals and the ways of moving obstacles; ``set_seed`` replaces it.
-        compile: Whether to use ``torch.compile``. ``auto``: from 256 environments on, if it works here.
+        obstacle_speed_m_s: Lowest and highest speed of the moving obstacles.
+        obstacle_range_m: How far from their origin they wander in x, y and z. As in NavRL, both bounds are rounded
+            down: 4.5 means from 5 m below to 4 m above.
+        obstacle_warmup_s: How long the obstacles move before the drones start, on a reset of all environments.
+        centred_reward: Whether to subtract the reward of hovering in the open, so that it is worth nothing to stay
+            alive far from the goal.
+        collision_penalty: Subtracted from the reward of the step that ends an episode in a collision or out of bounds.
+            `Simulation.collision_penalty` changes it later.
+        danger_weight: Weight of the reward's term for being on a collision course; see `slipstream.nav.reward.danger`.
+        seed: Seed of starts, goals and the paths of moving obstacles; ``set_seed`` replaces it.
+        compile: Whether to use ``torch.compile``. ``auto``: with 256 environments or more, if it works here.
 
     Raises:
-        ConfigurationError: If a value makes no sense; says which and why.
+        ConfigurationError: If a value is out of range.
 
     Example:
         >>> NavigationConfig(num_envs=4, dynamics="lag", dt_s=0.1, max_episode_length=400).dt_s
@@ -90,11 +102,13 @@ class NavigationConfig:
     """
 
     num_envs: int = 1024
+    num_maps: int = 1
     num_static_obstacles: int = 350
     num_dynamic_obstacles: int = 80
     map_seed: int = 0
     map_half_extent_m: float = 20.0
     start: StartMode = "border"
+    inside_starts: float = 0.0
     dynamics: DynamicsKind = "hummingbird"
     dt_s: float = 0.016
     max_episode_length: int = 2200
@@ -103,11 +117,16 @@ class NavigationConfig:
     lidar: LidarConfig = field(default_factory=LidarConfig)
     obstacle_speed_m_s: tuple[float, float] = (0.5, 1.5)
     obstacle_range_m: tuple[float, float, float] = (5.0, 5.0, 4.5)
+    obstacle_warmup_s: float = 0.0
+    centred_reward: bool = False
+    collision_penalty: float = 0.0
+    danger_weight: float = 0.0
     seed: int = 0
     compile: CompileMode = "auto"
 
     def __post_init__(self) -> None:
         require_count("num_envs", self.num_envs, least=1)
+        require_count("num_maps", self.num_maps, least=1)
         require_count("num_static_obstacles", self.num_static_obstacles, least=0)
         require_count("num_dynamic_obstacles", self.num_dynamic_obstacles, least=0)
         require_count("map_seed", self.map_seed, least=0)
@@ -115,9 +134,19 @@ class NavigationConfig:
         require_count("seed", self.seed, least=0)
         require_positive("map_half_extent_m", self.map_half_extent_m)
         require_positive("dt_s", self.dt_s)
-        require_choice("start", self.start, ("border", "line"))
+        require_number("inside_starts", self.inside_starts, 0, 1)
+        require_number("obstacle_warmup_s", self.obstacle_warmup_s, 0)
+        require_number("collision_penalty", self.collision_penalty, 0)
+        require_number("danger_weight", self.danger_weight, 0)
+        require_choice("start", self.start, ("border", "line", "through"))
         require_choice("dynamics", self.dynamics, ("hummingbird", "lag"))
         require_choice("compile", self.compile, ("auto", "true", "false"))
+        if self.num_envs % self.num_maps:
+            raise ConfigurationError(
+                f"num_maps is {self.num_maps}, expected a divisor of num_envs, which is {self.num_envs}"
+            )
+        if self.start == "line" and self.inside_starts:
+            raise ConfigurationError(f"inside_starts is {self.inside_starts}, expected 0 with start='line'")
         slowest, fastest = self.obstacle_speed_m_s
         if not 0 <= slowest <= fastest < math.inf:
             raise ConfigurationError(

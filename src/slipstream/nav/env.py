@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -47,7 +47,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     Args:
         config: World, drones and rules.
         device: Where it runs and what it returns lives.
-        boxes: What stands in the world, instead of the map of ``config.map_seed``.
+        boxes: What stands in the world, instead of the map of ``config.map_seed``; one for each map.
 
     Attributes:
         simulation: What the environment is a view of: map, obstacles, drones.
@@ -67,7 +67,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         config: NavigationConfig | None = None,
         device: torch.device | str = "cpu",
         *,
-        boxes: StaticMap | None = None,
+        boxes: StaticMap | Sequence[StaticMap] | None = None,
     ) -> None:
         config = NavigationConfig() if config is None else config
         super().__init__(device=device, batch_size=torch.Size([config.num_envs]))
@@ -94,7 +94,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         """Move to another device and go on from the same state."""
         if torch.device(device) != self.simulation.device:
             state = self.simulation.state_dict()
-            self.simulation = Simulation(self.config, device, self.simulation.boxes)
+            self.simulation = Simulation(self.config, device, self.simulation.maps)
             self.simulation.load_state_dict(state)
         moved: Self = super().to(device)
         return moved

@@ -7,6 +7,7 @@ Importing this module registers it, which Gymnasium does by itself for a name wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class NavigationVectorEnv(VectorEnv[Observations, Array, Array]):
     Args:
         num_envs: How many drones fly at once.
         device: Where the simulation runs.
-        boxes: What stands in the world, instead of the map of ``map_seed``.
+        boxes: What stands in the world, instead of the map of ``map_seed``; one for each map.
         **settings: Any other field of `NavigationConfig`.
 
     Raises:
@@ -57,7 +58,7 @@ class NavigationVectorEnv(VectorEnv[Observations, Array, Array]):
         num_envs: int = 1,
         *,
         device: torch.device | str = "cpu",
-        boxes: StaticMap | None = None,
+        boxes: StaticMap | Sequence[StaticMap] | None = None,
         **settings: Any,
     ) -> None:
         self.simulation = Simulation(NavigationConfig(num_envs=num_envs, **settings), device, boxes)

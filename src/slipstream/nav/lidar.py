@@ -7,7 +7,7 @@ A grid of cells lists the boxes that a ray from anywhere in a cell can reach: th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -32,11 +32,15 @@ class Lidar:
 
     Args:
         config: The rays.
-        boxes: What there is to hit, besides the ground at height 0.
+        boxes: What there is to hit, besides the ground at height 0. Given several maps, each scan says which drone is
+            on which map.
         device: Where scans are made.
     """
 
-    def __init__(self, config: LidarConfig, boxes: StaticMap, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, config: LidarConfig, boxes: StaticMap | Sequence[StaticMap], device: torch.device | str = "cpu"
+    ) -> None:
+        maps = [boxes] if isinstance(boxes, StaticMap) else list(boxes)
         self.range_m = config.range_m
         self._beams = config.horizontal_beams
         self._tangents = tuple(math.tan(pitch) for pitch in config.pitches_rad)
@@ -47,10 +51,12 @@ class Lidar:
         self._wrapped = (around % self._beams).to(device)
         self._beam_cos = angles.cos().float().to(device)
         self._beam_sin = angles.sin().float().to(device)
-        self._cell_origin_m, self._cells_per_side, listed = list_boxes(boxes, config.range_m)
+        self._cell_origin_m, self._cells_per_side, listed = list_boxes(maps, config.range_m)
         self._slots = listed.shape[1]
         # One row more than there are boxes is what empty slots point to: out of reach of everything.
-        low, high = pad(boxes.low_m.cpu(), (0, 0, 0, 1)), pad(boxes.high_m.cpu(), (0, 0, 0, 1))
+        low = pad(torch.cat([one.low_m.cpu() for one in maps]), (0, 0, 0, 1))
+        high = pad(torch.cat([one.high_m.cpu() for one in maps]), (0, 0, 0, 1))
+        height = pad(torch.cat([one.height_m.cpu() for one in maps]), (0, 1))
         radius = (high - low).norm(dim=1) / 2 + MARGIN_M
         reach = pad((radius[:-1] + config.range_m).square(), (0, 1), value=-1.0)
         near = torch.stack([*((low + high) / 2).unbind(1), reach])
@@ -58,15 +64,22 @@ class Lidar:
         self._listed = listed.to(device)
         self._sides = torch.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1]]).to(device)
         self._radius = radius.to(device)
-        self._height = pad(boxes.height_m.cpu(), (0, 1)).to(device)
+        self._height = height.to(device)
 
-    def scan(self, position: torch.Tensor, heading: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
+    def scan(
+        self,
+        position: torch.Tensor,
+        heading: torch.Tensor,
+        cut: Cut | None = None,
+        map_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Measure distances from drones, visiting only rays that may hit.
 
         Args:
             position: Where the drones are, ``[envs, 3]``.
             heading: Unit vectors in the plane that azimuths count from, ``[envs, 2]``.
             cut: A compiled `cut`, if there is one.
+            map_index: Which map each drone is on, ``[envs]``; the first by default.
 
         Returns:
             Distances along the rays, at most the range, ``[envs, azimuths, pitches]``; 0 inside a box.
@@ -74,7 +87,7 @@ class Lidar:
         x, y, z = position.t().contiguous()
         cos, sin = heading.t().contiguous()
         distances = self._to_ground(z)
-        env, box, dx, dy = self._pairs(position, x, y)
+        env, box, dx, dy = self._pairs(self._cell(position, map_index), x, y)
         if not len(env):  # as at the start of an episode
             return distances
         pair_cos, pair_sin = cos.index_select(0, env), sin.index_select(0, env)
@@ -128,12 +141,15 @@ class Lidar:
             for tangent, secant in zip(self._tangents, self._secants, strict=True)
         ]
 
-    def scan_dense(self, position: torch.Tensor, heading: torch.Tensor) -> torch.Tensor:
+    def scan_dense(
+        self, position: torch.Tensor, heading: torch.Tensor, map_index: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Measure distances from drones by cutting every ray with every box listed for its cell.
 
         Args:
             position: As for `scan`.
             heading: As for `scan`.
+            map_index: As for `scan`.
 
         Returns:
             As from `scan`, save for rounding.
@@ -141,7 +157,7 @@ class Lidar:
         beam = torch.arange(self._beams, 2 * self._beams, device=position.device)
         inverse_x, inverse_y = self._inverse_directions(heading[:, 0, None, None], heading[:, 1, None, None], beam)
         x, y, z = position.unsqueeze(2).unbind(1)
-        box = self._listed[self._cell(position)]
+        box = self._listed[self._cell(position, map_index)]
         west, east, south, north = (side[box] for side in self._sides)
         near, far = _cut_in_plane(
             (west - x).unsqueeze(2) * inverse_x,
@@ -157,17 +173,19 @@ class Lidar:
         ]
         return torch.minimum(torch.stack(hits, -1), self._to_ground(position[:, 2]))
 
-    def _cell(self, position: torch.Tensor) -> torch.Tensor:
+    def _cell(self, position: torch.Tensor, map_index: torch.Tensor | None) -> torch.Tensor:
         """Return the cell of each position; the outermost cells, which list nothing, stand for all beyond."""
         place = (position[:, :2] - self._cell_origin_m) * (1.0 / CELL_M)
         column, row = place.long().clamp(0, self._cells_per_side - 1).unbind(1)
-        return column * self._cells_per_side + row
+        cell = column * self._cells_per_side + row
+        if map_index is None:
+            return cell
+        return map_index * self._cells_per_side**2 + cell
 
     def _pairs(
-        self, position: torch.Tensor, x: torch.Tensor, y: torch.Tensor
+        self, cell: torch.Tensor, x: torch.Tensor, y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return all pairs within range of each other: drone, box, and the vector from one to the other's centre."""
-        cell = self._cell(position)
         near = self._near.index_select(0, cell)
         dx, dy = near[:, 0] - x.unsqueeze(1), near[:, 1] - y.unsqueeze(1)
         slot = (dx * dx + dy * dy < near[:, 2]).view(-1).nonzero().squeeze(1)
@@ -204,37 +222,48 @@ class Lidar:
         return distances
 
 
-def list_boxes(boxes: StaticMap, range_m: float) -> tuple[float, int, torch.Tensor]:
+def list_boxes(maps: Sequence[StaticMap], range_m: float) -> tuple[float, int, torch.Tensor]:
     """Divide the plane into square cells and list, for each, the boxes within range of any point of it.
 
-    Cells reach one further than any box can be seen from: the outermost list nothing.
+    The cells extend one further than any box can be seen from, so the outermost ones list nothing.
 
     Args:
-        boxes: What to list.
-        range_m: How far a ray flies.
+        maps: The boxes of each map. Boxes are numbered across all maps.
+        range_m: The length of a ray.
 
     Returns:
-        The least x and y of the first cell, how many cells there are along a side, and the indices of boxes by cell,
-        ``[cells, slots]``, where the number of boxes stands for an empty slot. On the CPU.
+        The lowest x and y of the first cell, the number of cells along a side, and the boxes of each cell,
+        ``[maps * cells, slots]``. The total number of boxes stands for an empty slot. On the CPU.
     """
-    low, high = boxes.low_m.double().cpu(), boxes.high_m.double().cpu()
     reach = range_m + MARGIN_M
-    extent = float(torch.cat([low, high, torch.zeros(1, 2)]).abs().max()) + reach
-    half = math.ceil(extent / CELL_M) + 1
+    corners = torch.cat([torch.zeros(1, 2), *(torch.cat([one.low_m, one.high_m]).cpu() for one in maps)])
+    half = math.ceil((float(corners.abs().max()) + reach) / CELL_M) + 1
     side = 2 * half
     edges = torch.arange(-half, half, dtype=torch.float64) * CELL_M
-    apart_x, apart_y = (
-        torch.maximum(low[:, axis, None] - (edges + CELL_M), edges - high[:, axis, None]).clamp(min=0).square()
-        for axis in (0, 1)
-    )
-    lists: list[list[int]] = [[] for _ in range(side * side)]
-    for box in range(len(boxes)):
-        within = apart_x[box, :, None] + apart_y[box] < reach**2
-        for cell in within.view(-1).nonzero().squeeze(1).tolist():
-            lists[cell].append(box)
-    slots = max(1, *map(len, lists))
-    rows = [members + [len(boxes)] * (slots - len(members)) for members in lists]
-    return -half * CELL_M, side, torch.tensor(rows, dtype=torch.int64)
+    cells, boxes = [], []
+    count = 0
+    for number, one in enumerate(maps):
+        cell, box = _cells_in_reach(one, edges, reach).nonzero().unbind(1)
+        cells.append(cell + number * side * side)
+        boxes.append(box + count)
+        count += len(one)
+    cell, box = torch.cat(cells), torch.cat(boxes)
+    # Pairs are sorted by cell, so the slot of a box is its distance from the first box of the same cell.
+    sizes = torch.bincount(cell, minlength=len(maps) * side * side)
+    slot = torch.arange(len(cell)) - (sizes.cumsum(0) - sizes)[cell]
+    listed = torch.full((len(sizes), max(1, int(sizes.max()))), count)
+    listed[cell, slot] = box
+    return -half * CELL_M, side, listed
+
+
+def _cells_in_reach(boxes: StaticMap, edges: torch.Tensor, reach: float) -> torch.Tensor:
+    """Return which boxes are within reach of which cells, ``[cells, boxes]``."""
+    low, high = boxes.low_m.double().cpu(), boxes.high_m.double().cpu()
+    apart = []
+    for axis in (0, 1):
+        gap = torch.maximum(low[:, axis] - (edges[:, None] + CELL_M), edges[:, None] - high[:, axis])
+        apart.append(gap.clamp(min=0).square())
+    return (apart[0][:, None] + apart[1][None] < reach**2).flatten(0, 1)
 
 
 def _cut_in_plane(

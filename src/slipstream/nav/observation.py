@@ -45,6 +45,7 @@ class Task(NamedTuple):
 class ObstacleTable(NamedTuple):
     """Moving obstacles by column, ``[obstacles]`` each, but position and velocity ``[3, obstacles]``.
 
+    With several maps, position and velocity are ``[3, maps, obstacles]``. Every map has the same kinds of obstacles.
     Half of a cylinder's height counts as infinite: there is no flying over it.
     """
 
@@ -58,14 +59,30 @@ class ObstacleTable(NamedTuple):
     @classmethod
     def of(cls, obstacles: DynamicObstacles) -> ObstacleTable:
         """Return where the obstacles are now and what they are."""
+        position, velocity = obstacles.position_m.t().contiguous(), obstacles.velocity_m_s.t().contiguous()
+        if obstacles.num_maps > 1:
+            position = position.view(3, obstacles.num_maps, -1)
+            velocity = velocity.view(3, obstacles.num_maps, -1)
+        one_map = slice(0, len(obstacles) // obstacles.num_maps)
+        standing = obstacles.standing[one_map]
         return cls(
-            obstacles.position_m.t().contiguous(),
-            obstacles.velocity_m_s.t().contiguous(),
-            obstacles.width_m,
-            torch.where(obstacles.standing, math.inf, obstacles.height_m / 2),
-            obstacles.category.float(),
-            (~obstacles.standing).float(),
+            position,
+            velocity,
+            obstacles.width_m[one_map],
+            torch.where(standing, math.inf, obstacles.height_m[one_map] / 2),
+            obstacles.category[one_map].float(),
+            (~standing).float(),
         )
+
+    def around(self, map_index: torch.Tensor | None) -> ObstacleTable:
+        """Return the obstacles of each drone's map, with position and velocity ``[3, envs, obstacles]``.
+
+        Args:
+            map_index: Which map each drone is on, ``[envs]``; None if there is one map, which stays as it is.
+        """
+        if map_index is None:
+            return self
+        return self._replace(position_m=self.position_m[:, map_index], velocity_m_s=self.velocity_m_s[:, map_index])
 
 
 class Nearby(NamedTuple):
@@ -98,7 +115,7 @@ def observe(
         velocity: Their velocity in the world, ``[envs, 3]``.
         task: Where they come from and go to.
         distances: What the range finder measured, ``[envs, azimuths, pitches]``.
-        obstacles: What moves; may be none.
+        obstacles: What moves around each drone (see `ObstacleTable.around`); may be none.
         range_m: How far the range finder sees; obstacles beyond are not seen either.
 
     Returns:
@@ -127,7 +144,7 @@ def look_around(position: torch.Tensor, heading: torch.Tensor, obstacles: Obstac
     Args:
         position: Where the drones are, ``[envs, 3]``.
         heading: The x axes of their goal frames, ``[envs, 2]``.
-        obstacles: What moves; may be none.
+        obstacles: What moves around each drone (see `ObstacleTable.around`); may be none.
         range_m: How far they see in the plane.
     """
     if not obstacles.width_m.shape[0]:
@@ -140,8 +157,7 @@ def look_around(position: torch.Tensor, heading: torch.Tensor, obstacles: Obstac
     collision = torch.maximum(beside, above).amin(1) <= 0
     which = _nearest(squared)
     columns = (*obstacles.position_m, *obstacles.velocity_m_s, obstacles.width_m, obstacles.category, obstacles.flying)
-    flat = which.view(-1)
-    ox, oy, oz, vx, vy, vz, width, category, flying = (part.index_select(0, flat).view_as(which) for part in columns)
+    ox, oy, oz, vx, vy, vz, width, category, flying = (_pick(part, which) for part in columns)
     dx, dy, dz = ox - x, oy - y, (oz - z) * flying
     squared = dx * dx + dy * dy
     plane, space = squared.sqrt(), (squared + dz * dz).sqrt()
@@ -153,6 +169,13 @@ def look_around(position: torch.Tensor, heading: torch.Tensor, obstacles: Obstac
     # Stacked by feature and then turned round: many times faster than stacking along the last dimension.
     features = torch.stack([ahead, left, dz * scale, plane, dz, *turned, category, flying]) * seen
     return Nearby(features.permute(1, 2, 0).contiguous(), torch.where(seen, space - width / 2, range_m), collision)
+
+
+def _pick(column: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    """Return the values of some obstacles for each drone, from one row for all drones or a row for each."""
+    if column.ndim == 1:
+        return column.index_select(0, which.view(-1)).view_as(which)
+    return column.gather(1, which)
 
 
 def _nearest(squared: torch.Tensor) -> torch.Tensor:

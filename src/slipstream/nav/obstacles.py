@@ -22,11 +22,14 @@ ORIGIN_SEED = 0x0B57AC1E  # mixed into the map's seed: origins and boxes need no
 class DynamicObstacles:
     """Obstacles in motion; a state that `move` advances and `state_dict` copies.
 
-    One eighth each of the widths 0.25, 0.5, 0.75 and 1 m as cuboids 1 m high that fly, then the same as cylinders 5 m
-    high that stand. Each heads for a goal near its origin. A goal is drawn again on arrival, but direction and speed
-    only every 2 s, so obstacles overshoot. Random numbers come from the CPU: one seed is one course on every device.
+    On each map, one eighth each have the widths 0.25, 0.5, 0.75 and 1 m as flying cuboids 1 m high, and one eighth each
+    the same widths as standing cylinders 5 m high. Each heads for a goal near its origin. A new goal is drawn on
+    arrival, but direction and speed only every 2 s, so obstacles overshoot by up to 3 m. That is how NavRL's obstacles
+    move, and it applies to height too: a flying cuboid may dip below the ground, where it is harmless, or rise above
+    the drones' ceiling. Random numbers come from the CPU, so a seed gives the same paths on every device.
 
     Attributes:
+        num_maps: Number of maps. The obstacles of all maps are in one row, map after map.
         width_m: Width of each, ``[obstacles]``.
         height_m: Height of each.
         category: The width as 0 to 3.
@@ -42,18 +45,21 @@ class DynamicObstacles:
     """
 
     def __init__(self, config: NavigationConfig, generator: torch.Generator, device: torch.device) -> None:
+        self.num_maps = config.num_maps
         count = config.num_dynamic_obstacles
         self._generator = generator
         self._dt_s = config.dt_s
         self._aim_every = max(1, int(AIM_PERIOD_S / config.dt_s))
         self._tick = 0
-        kind = torch.arange(count, device=device) // max(count // NUM_KINDS, 1)
+        self._warmup_steps = round(config.obstacle_warmup_s / config.dt_s) if count else 0
+        kind = torch.arange(count, device=device).repeat(self.num_maps) // max(count // NUM_KINDS, 1)
         self.category = kind % NUM_WIDTHS
         self.standing = kind >= NUM_WIDTHS
         self.width_m = (self.category + 1) * (MAX_WIDTH_M / NUM_WIDTHS)
         self.height_m = torch.where(self.standing, CYLINDER_HEIGHT_M, CUBOID_HEIGHT_M)
-        self.origin_m = draw_origins(count, config.map_half_extent_m, config.map_seed).to(device)
         half = config.map_half_extent_m
+        seeds = range(config.map_seed, config.map_seed + self.num_maps)
+        self.origin_m = torch.cat([draw_origins(count, half, seed) for seed in seeds]).to(device)
         self._low = torch.tensor([-half, -half, 0.0], device=device)
         self._high = torch.tensor([half, half, CEILING_M], device=device)
         reach = torch.tensor(config.obstacle_range_m, device=device)
@@ -67,12 +73,14 @@ class DynamicObstacles:
         return len(self.origin_m)
 
     def restart(self) -> None:
-        """Put every obstacle back to its origin, with a new goal and speed."""
+        """Put every obstacle back to its origin, with a new goal and speed, and let it move for the warm-up time."""
         draws = self._draw()
         self._tick = 0
         self.position_m = self.origin_m.clone()
         self._goal_m = self._goals(draws)
         self.velocity_m_s = self._aim(draws)
+        for _ in range(self._warmup_steps):
+            self.move()
 
     def move(self) -> None:
         """Advance by one step."""

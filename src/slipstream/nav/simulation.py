@@ -1,13 +1,13 @@
-"""`Simulation`: drones in a world, in plain torch; the environments of TorchRL and Gymnasium are views of it."""
+"""`Simulation`: drones in one or more worlds, in plain torch. The TorchRL and Gymnasium environments wrap it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from slipstream.errors import StateMismatchError
+from slipstream.errors import ConfigurationError, StateMismatchError
 from slipstream.nav.compile import maybe_compiled
 from slipstream.nav.config import NavigationConfig
 from slipstream.nav.dynamics import DroneState, hovering, make_dynamics
@@ -15,12 +15,10 @@ from slipstream.nav.frame import heading_between, to_world_frame
 from slipstream.nav.lidar import Lidar
 from slipstream.nav.observation import Observation, ObstacleTable, Task, observe
 from slipstream.nav.obstacles import DynamicObstacles
-from slipstream.nav.reward import Verdict, judge
+from slipstream.nav.reward import RewardTerms, Verdict, judge, ray_directions
+from slipstream.nav.starts import CANDIDATES, border_tasks, inside_starts, line_tasks, through_tasks
 from slipstream.nav.world import StaticMap, generate_map
 
-START_HEIGHTS_M = (0.5, 2.5)
-LINE_HALF_WIDTH_M = 16.0
-LINE_HEIGHT_M = 2.0
 WAYS_SEED = 0x0DD5  # mixed into the seed: the two generators need not be alike
 
 P = ParamSpec("P")
@@ -64,37 +62,54 @@ class Outcome(NamedTuple):
 
 
 class Simulation:
-    """Many drones that fly through one world, in lockstep, on any device.
+    """Many drones that fly through one or more worlds, in lockstep, on any device.
 
-    All randomness comes from two generators of its own: one for the drones' starts and goals, one for the obstacles'
-    ways. The same seed gives the same flights, and `state_dict` holds all it takes to continue them bit for bit (on
-    the CPU).
+    All random numbers come from two private generators: one for the drones' starts and goals, one for the paths of
+    obstacles. The same seed gives the same flights, and `state_dict` contains everything needed to continue them bit
+    for bit (on the CPU).
 
     Args:
-        config: World, drones and rules.
+        config: Worlds, drones and rules.
         device: Where the tensors live.
-        boxes: What stands in the world, instead of the map of ``config.map_seed``.
+        boxes: What stands in the world, instead of the map of ``config.map_seed``; one for each map.
+
+    Attributes:
+        maps: The boxes of each map.
+        map_index: Which map each drone is on, ``[envs]``; None if there is only one map.
+        collision_penalty: Subtracted from the reward of a step that ends in a collision or out of bounds. May be
+            changed at any time; it is not part of the state.
 
     Raises:
-        ConfigurationError: If the map cannot hold as many boxes as asked for.
+        ConfigurationError: If a map cannot hold the requested number of boxes, or the number of maps does not match.
     """
 
     def __init__(
-        self, config: NavigationConfig, device: torch.device | str = "cpu", boxes: StaticMap | None = None
+        self,
+        config: NavigationConfig,
+        device: torch.device | str = "cpu",
+        boxes: StaticMap | Sequence[StaticMap] | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
-        if boxes is None:
-            boxes = generate_map(config.num_static_obstacles, config.map_half_extent_m, config.map_seed)
-        self.boxes = boxes.to(self.device)
+        self.collision_penalty = config.collision_penalty
+        self.maps = [one.to(self.device) for one in _make_maps(config, boxes)]
+        self.map_index: torch.Tensor | None = None
+        if config.num_maps > 1:
+            per_map = config.num_envs // config.num_maps
+            self.map_index = torch.arange(config.num_envs, device=self.device) // per_map
         self._starts, self._ways = torch.Generator(), torch.Generator()
         self.seed(config.seed)
         self.obstacles = DynamicObstacles(config, self._ways, self.device)
-        self.lidar = Lidar(config.lidar, self.boxes, self.device)
+        self.lidar = Lidar(config.lidar, self.maps, self.device)
         self._fly = self._compiled(_make_fly(config))
-        self._perceive = self._compiled(_perceive)
+        self._perceive = self._compiled(_make_perceive(config, self.device))
         self._scan = self._make_scan()
         self.reset()
+
+    @property
+    def boxes(self) -> StaticMap:
+        """The boxes of the first map."""
+        return self.maps[0]
 
     def seed(self, seed: int) -> None:
         """Start both generators anew; takes effect with the next draws."""
@@ -117,14 +132,14 @@ class Simulation:
             rows = torch.arange(self.config.num_envs, device=self.device)
             self.task, self.progress = self._new_episodes(rows, whole=True)
             self.drone = hovering(self.task.start_m, self.task.heading)
-            return self._look(self.drone, self.task)
+            return self._look(self.drone, self.task, self.map_index)
         rows = mask.to(self.device).nonzero().squeeze(1)
         task, progress = self._new_episodes(rows, whole=False)
         drone = hovering(task.start_m, task.heading)
         self.task = Task(*_replace_rows(self.task, rows, task))
         self.progress = Progress(*_replace_rows(self.progress, rows, progress))
         self.drone = DroneState(*_replace_rows(self.drone, rows, drone))
-        seen = self._look(drone, task)
+        seen = self._look(drone, task, self._maps_of(rows))
         blank = (part.new_zeros(self.config.num_envs, *part.shape[1:]) for part in seen)
         return Observation(*(all_rows.index_copy_(0, rows, part) for all_rows, part in zip(blank, seen, strict=True)))
 
@@ -143,11 +158,11 @@ class Simulation:
         self.drone = self._fly(self.drone, command_m_s.detach(), self.task.heading)
         position, velocity = self.drone.position_m, self.drone.velocity_m_s
         distances = self._scan(position, self.task.heading)
-        table = ObstacleTable.of(self.obstacles)
-        observation, verdict = self._perceive(
-            position, velocity, before, self.task, distances, table, self.lidar.range_m
-        )
+        table = ObstacleTable.of(self.obstacles).around(self.map_index)
+        observation, verdict = self._perceive(position, velocity, before, self.task, distances, table)
         terminated = verdict.static_collision | verdict.dynamic_collision | verdict.out_of_bounds
+        if self.collision_penalty:
+            verdict = verdict._replace(reward=verdict.reward - self.collision_penalty * terminated)
         old = self.progress
         steps, returns = old.steps + 1, old.returns + verdict.reward
         self.progress = Progress(steps, old.deadline, returns, old.reached | verdict.reached_goal)
@@ -189,7 +204,7 @@ class Simulation:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle, and copy, as what it was made of and where it is now: compiled code is made again."""
-        return _restore, (self.config, str(self.device), self.boxes, self.state_dict())
+        return _restore, (self.config, str(self.device), self.maps, self.state_dict())
 
     def _compiled(self, function: Callable[P, R], *, dynamic: bool = False) -> Callable[P, R]:
         return maybe_compiled(function, self.config.compile, self.config.num_envs, dynamic=dynamic)
@@ -197,34 +212,65 @@ class Simulation:
     def _make_scan(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return the quicker way to scan: visiting little on a CPU, fixed shapes on an accelerator."""
         if self.device.type != "cpu":
-            return self._compiled(self.lidar.scan_dense)
-        cut = self._compiled(self.lidar.cut, dynamic=True) if len(self.boxes) else None
-        return lambda position, heading: self.lidar.scan(position, heading, cut)
+            dense = self._compiled(self.lidar.scan_dense)
+            return lambda position, heading: dense(position, heading, self.map_index)
+        cut = self._compiled(self.lidar.cut, dynamic=True) if any(map(len, self.maps)) else None
+        return lambda position, heading: self.lidar.scan(position, heading, cut, self.map_index)
+
+    def _maps_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        return None if self.map_index is None else self.map_index[rows]
 
     def _new_episodes(self, rows: torch.Tensor, *, whole: bool) -> tuple[Task, Progress]:
-        count, config = len(rows), self.config
-        draws = torch.rand(2, 2, count, generator=self._starts)
-        if config.start == "line":
-            start, goal = _line_tasks(config, rows.cpu())
-        else:
-            start, goal = _border_positions(draws, config.start_half_extent_m)
-        start, goal = start.to(self.device), goal.to(self.device)
+        config = self.config
+        start, goal = self._new_tasks(rows)
         deadline = torch.full_like(rows, config.max_episode_length)
         if whole and config.random_clocks:
-            passed = torch.rand(count, generator=self._starts) * config.max_episode_length
+            passed = torch.rand(len(rows), generator=self._starts) * config.max_episode_length
             deadline = deadline - passed.long().to(self.device)
         zero = torch.zeros_like(start[:, 0])
         progress = Progress(torch.zeros_like(rows), deadline, zero, torch.zeros_like(rows, dtype=torch.bool))
         return Task(start, goal, heading_between(start, goal)), progress
 
-    def _look(self, drone: DroneState, task: Task) -> Observation:
-        distances = self.lidar.scan(drone.position_m, task.heading)
-        table = ObstacleTable.of(self.obstacles)
+    def _new_tasks(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw starts and goals for some drones."""
+        config, count = self.config, len(rows)
+        draws = torch.rand(2, 2, count, generator=self._starts)
+        if config.start == "line":
+            start, goal = line_tasks(config, rows.cpu())
+        elif config.start == "through":
+            start, goal = through_tasks(draws, config.start_half_extent_m)
+        else:
+            start, goal = border_tasks(draws, config.start_half_extent_m)
+        start, goal = start.to(self.device), goal.to(self.device)
+        if not config.inside_starts:
+            return start, goal
+        is_inside = torch.rand(count, generator=self._starts) < config.inside_starts
+        places = torch.rand(3, count, CANDIDATES, generator=self._starts).to(self.device)
+        obstacles = self.obstacles.position_m.view(config.num_maps, -1, 3)
+        inside, is_free = inside_starts(
+            places, goal, self.maps, self._maps_of(rows), obstacles, config.map_half_extent_m
+        )
+        moved = is_inside.to(self.device) & is_free
+        return torch.where(moved.unsqueeze(1), inside, start), goal
+
+    def _look(self, drone: DroneState, task: Task, map_index: torch.Tensor | None) -> Observation:
+        distances = self.lidar.scan(drone.position_m, task.heading, map_index=map_index)
+        table = ObstacleTable.of(self.obstacles).around(map_index)
         return observe(drone.position_m, drone.velocity_m_s, task, distances, table, self.lidar.range_m)[0]
 
 
-def _restore(config: NavigationConfig, device: str, boxes: StaticMap, state: Mapping[str, Any]) -> Simulation:
-    simulation = Simulation(config, device, boxes)
+def _make_maps(config: NavigationConfig, boxes: StaticMap | Sequence[StaticMap] | None) -> list[StaticMap]:
+    if boxes is None:
+        seeds = range(config.map_seed, config.map_seed + config.num_maps)
+        return [generate_map(config.num_static_obstacles, config.map_half_extent_m, seed) for seed in seeds]
+    maps = [boxes] if isinstance(boxes, StaticMap) else list(boxes)
+    if len(maps) != config.num_maps:
+        raise ConfigurationError(f"{len(maps)} maps of boxes were given, expected num_maps, which is {config.num_maps}")
+    return maps
+
+
+def _restore(config: NavigationConfig, device: str, maps: Sequence[StaticMap], state: Mapping[str, Any]) -> Simulation:
+    simulation = Simulation(config, device, maps)
     simulation.load_state_dict(state)
     return simulation
 
@@ -238,37 +284,24 @@ def _make_fly(config: NavigationConfig) -> Callable[[DroneState, torch.Tensor, t
     return fly
 
 
-def _perceive(
-    position: torch.Tensor,
-    velocity: torch.Tensor,
-    previous_velocity: torch.Tensor,
-    task: Task,
-    distances: torch.Tensor,
-    obstacles: ObstacleTable,
-    range_m: float,
-) -> tuple[Observation, Verdict]:
-    """Observe and judge, as one function to compile."""
-    observation, nearby = observe(position, velocity, task, distances, obstacles, range_m)
-    return observation, judge(position, velocity, previous_velocity, task, distances, nearby, range_m)
+def _make_perceive(config: NavigationConfig, device: torch.device) -> Callable[..., tuple[Observation, Verdict]]:
+    """Return a function that observes and judges: one function to compile, with the configuration as constants."""
+    range_m = config.lidar.range_m
+    rays = ray_directions(config.lidar, device) if config.danger_weight else None
+    terms = RewardTerms(config.centred_reward, config.danger_weight, rays)
 
+    def perceive(
+        position: torch.Tensor,
+        velocity: torch.Tensor,
+        previous_velocity: torch.Tensor,
+        task: Task,
+        distances: torch.Tensor,
+        obstacles: ObstacleTable,
+    ) -> tuple[Observation, Verdict]:
+        observation, nearby = observe(position, velocity, task, distances, obstacles, range_m)
+        return observation, judge(position, velocity, previous_velocity, task, distances, nearby, range_m, terms)
 
-def _border_positions(draws: torch.Tensor, half_extent_m: float) -> torch.Tensor:
-    """Return places on the border of a square, ``[..., 3]``, from numbers in [0, 1): where along it, and how high."""
-    around = draws[0] * 4
-    side = around.floor()
-    along = ((around - side) * 2 - 1) * half_extent_m
-    edge = torch.where(side % 2 == 0, half_extent_m, -half_extent_m)
-    lowest, highest = START_HEIGHTS_M
-    z = lowest + (highest - lowest) * draws[1]
-    return torch.stack([torch.where(side < 2, edge, along), torch.where(side < 2, along, edge), z], -1)
-
-
-def _line_tasks(config: NavigationConfig, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return starts side by side along the edge at greatest y, and goals straight across the field."""
-    x = torch.linspace(-1.0, 1.0, config.num_envs) if config.num_envs > 1 else torch.zeros(1)
-    x = (x * (LINE_HALF_WIDTH_M / 20.0 * config.map_half_extent_m))[rows]
-    y, z = torch.full_like(x, config.start_half_extent_m), torch.full_like(x, LINE_HEIGHT_M)
-    return torch.stack([x, y, z], 1), torch.stack([x, -y, z], 1)
+    return perceive
 
 
 def _replace_rows(old: Any, rows: torch.Tensor, new: Any) -> list[torch.Tensor]:
