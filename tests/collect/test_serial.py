@@ -10,13 +10,13 @@ from slipstream.collect.serial import SerialCollector
 from slipstream.nav import velocity_from_unit
 
 
-def collector(num_envs: int = 6, **options: int) -> SerialCollector:
+def collector(num_envs: int = 6, total_rollouts: int | None = None) -> SerialCollector:
     config = NavigationConfig(
         num_envs=num_envs, num_static_obstacles=20, dynamics="lag", dt_s=0.1, max_episode_length=7, random_clocks=True
     )
     torch.manual_seed(0)
     policy = NavRLPolicy(action_map=velocity_from_unit)
-    return SerialCollector(NavigationEnv(config), policy, num_steps=5, **options)
+    return SerialCollector(NavigationEnv(config), policy, num_steps=5, total_rollouts=total_rollouts)
 
 
 def test_a_rollout_begins_where_the_last_one_ended():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -28,6 +28,8 @@ class SerialCollector:
         policy: Reads an observation and writes an action, into the same TensorDict.
         num_steps: How many steps of each environment make a rollout.
         total_rollouts: After how many to stop; none by default. Those before a `load_state_dict` count.
+        before_rollout: Called before each rollout with the number of those collected so far, on the thread that
+            collects: the place for schedules that change the environment.
 
     Attributes:
         env: The environment.
@@ -47,7 +49,15 @@ class SerialCollector:
 
     return_same_td = False  # which tells PipelinedDataCollector that rollouts need not be copied
 
-    def __init__(self, env: EnvBase, policy: Any, num_steps: int, *, total_rollouts: int | None = None) -> None:
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Any,
+        num_steps: int,
+        *,
+        total_rollouts: int | None = None,
+        before_rollout: Callable[[int], None] | None = None,
+    ) -> None:
         require_count("num_steps", num_steps)
         if total_rollouts is not None:
             require_count("total_rollouts", total_rollouts)
@@ -56,6 +66,7 @@ class SerialCollector:
         self.num_steps = num_steps
         self.total_rollouts = total_rollouts
         self.num_rollouts = 0
+        self._before_rollout = before_rollout
         self._seen: TensorDictBase | None = None
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -66,6 +77,8 @@ class SerialCollector:
     @torch.no_grad()
     def collect(self) -> TensorDictBase:
         """Return the next rollout."""
+        if self._before_rollout is not None:
+            self._before_rollout(self.num_rollouts)
         seen = self.env.reset() if self._seen is None else self._seen
         steps = []
         for _ in range(self.num_steps):

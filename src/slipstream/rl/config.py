@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from slipstream.checks import require_count, require_number, require_positive
+from slipstream.checks import require_choice, require_count, require_number, require_positive
 from slipstream.errors import ConfigurationError
+
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,12 @@ class PPOConfig:
         max_grad_norm: What the gradient of each of the three parts is clipped to.
         value_norm_beta: How much of the running value statistics stays from one update to the next.
         max_importance_weight: Where weights of data from an older policy are cut off.
+        mirror: Whether to learn from the mirror images of half of the samples, so that the policy treats left and right
+            alike.
+        mirror_coefficient: Weight of the squared difference between the mean action in a mirrored observation and the
+            mirrored mean action.
+        precision: What features are computed in: ``float32``, or ``bfloat16``, which is faster where the CPU has
+            instructions for it. Parameters, losses and optimizers are float32 either way.
         navrl_compat: Whether to repeat the original's faults: advantages leak across truncation, the feature
             extractor's gradient is not clipped, and the larger of the two value losses is chosen for a whole minibatch.
 
@@ -108,6 +117,9 @@ class PPOConfig:
     max_grad_norm: float = 5.0
     value_norm_beta: float = 0.995
     max_importance_weight: float = 2.0
+    mirror: bool = False
+    mirror_coefficient: float = 3.0
+    precision: Precision = "float32"
     navrl_compat: bool = False
 
     def __post_init__(self) -> None:
@@ -117,6 +129,8 @@ class PPOConfig:
             require_number(name, getattr(self, name), 0, 1)
         for name in ("huber_delta", "max_grad_norm"):
             require_positive(name, getattr(self, name))
+        require_number("mirror_coefficient", self.mirror_coefficient, 0)
+        require_choice("precision", self.precision, get_args(Precision))
         require_number("entropy_loss_coefficient", self.entropy_loss_coefficient, 0)
         require_number("value_norm_beta", self.value_norm_beta, 0, 1)
         if self.value_norm_beta == 1.0:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from slipstream.checks import require_choice
 from slipstream.errors import ConfigurationError
+from slipstream.rl.config import Precision
 from slipstream.rl.distributions import IndependentBeta
 from slipstream.rl.folding import fold, folded_convolution, folded_linear, placement
 from slipstream.rl.gae import GAE
@@ -37,7 +38,7 @@ ACTION = ("agents", "action")
 LOG_PROB = "sample_log_prob"
 VALUE = "state_value"
 
-_OBSERVATION_KEYS = [("agents", "observation", name) for name in OBSERVATION_SHAPES]
+OBSERVATION_KEYS = [("agents", "observation", name) for name in OBSERVATION_SHAPES]
 _CONVOLUTIONS = (0, 2, 4)
 _LEAST_CONCENTRATION = 1.0 + 1e-6
 _CHOICES: dict[InteractionType | None, Choice] = {
@@ -157,6 +158,7 @@ class NavRLPolicy(TensorDictModuleBase):  # type: ignore[misc, unused-ignore]
         action_map: Makes the environment's action of one in [0, 1]; without it, ``("agents", "action")`` is not
             written.
         folded: Whether the LiDAR's convolutions run folded: the same within rounding, in less time on a CPU.
+        precision: What features are computed in, and then returned as float32.
 
     Example:
         >>> from tensordict import TensorDict
@@ -168,12 +170,17 @@ class NavRLPolicy(TensorDictModuleBase):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(
-        self, action_map: Callable[[torch.Tensor], torch.Tensor] | None = None, *, folded: bool = True
+        self,
+        action_map: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        folded: bool = True,
+        precision: Precision = "float32",
     ) -> None:
         super().__init__()
         self.action_map = action_map
+        self.precision = precision
         actions = [ACTION_NORMALIZED] if action_map is None else [ACTION_NORMALIZED, ACTION]
-        self.in_keys, self.out_keys = list(_OBSERVATION_KEYS), [*actions, LOG_PROB, VALUE]
+        self.in_keys, self.out_keys = list(OBSERVATION_KEYS), [*actions, LOG_PROB, VALUE]
         self.feature_extractor = FeatureExtractor(folded)
         self.actor = _Actor()
         self.critic = _Level(nn.Linear(256, 1))
@@ -238,7 +245,7 @@ class NavRLPolicy(TensorDictModuleBase):  # type: ignore[misc, unused-ignore]
         Raises:
             ConfigurationError: If they are of another shape than the network's.
         """
-        lidar, dynamic, state = (tensordict.get(key) for key in _OBSERVATION_KEYS)
+        lidar, dynamic, state = (tensordict.get(key) for key in OBSERVATION_KEYS)
         for (name, shape), tensor in zip(OBSERVATION_SHAPES.items(), (lidar, dynamic, state), strict=True):
             if tensor.shape[-len(shape) :] != shape:
                 raise ConfigurationError(
@@ -250,8 +257,9 @@ class NavRLPolicy(TensorDictModuleBase):  # type: ignore[misc, unused-ignore]
         """Return features ``[..., 256]`` for observations of any batch shape; made to be compiled."""
         batch = state.shape[:-1]
         flat = (lidar.reshape(-1, 1, 36, 4), dynamic_obstacle.reshape(-1, 1, 5, 10), state.reshape(-1, 8))
-        features: torch.Tensor = self.feature_extractor(*flat)
-        return features.reshape(*batch, features.shape[-1])
+        with torch.autocast(state.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            features: torch.Tensor = self.feature_extractor(*flat)
+        return features.float().reshape(*batch, features.shape[-1])
 
     def heads(self, features: torch.Tensor) -> tuple[IndependentBeta, torch.Tensor]:
         """Return the distribution of actions, and normalised values ``[..., 1]``, for features ``[..., 256]``."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tensordict import is_tensor_collection
 from torch import nn
 
 from slipstream.errors import ConfigurationError, RolloutError, StateMismatchError
@@ -19,7 +21,15 @@ from slipstream.rl.losses import (
     policy_loss,
     value_loss,
 )
-from slipstream.rl.network import ACTION_DIM, ACTION_NORMALIZED, LOG_PROB, VALUE, Choice, NavRLPolicy
+from slipstream.rl.network import (
+    ACTION_DIM,
+    ACTION_NORMALIZED,
+    LOG_PROB,
+    VALUE,
+    Choice,
+    NavRLPolicy,
+)
+from slipstream.rl.symmetry import evaluate_mirrored, reflect_some
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -30,6 +40,12 @@ Minibatches = Callable[[Any], Iterable["TensorDictBase"]]
 ADVANTAGE = "adv"
 RETURN = "ret"
 PROXIMAL_LOG_PROB = "proximal_log_prob"
+PROXIMAL_VALUE = "proximal_value"
+IMPORTANCE = "importance"
+MIRRORED = "mirrored"
+MIRROR_MEAN = "mirror_mean"
+
+_LEAST_MIRROR_RATIO = 0.1  # less likely mirror images make the KL estimate explode
 
 _CHUNK = 4096  # steps at a time where no gradient is needed: enough to be fast, little enough to be small
 
@@ -145,12 +161,13 @@ class PPO:
         self._apply_config()
         lag = self._catch_up(batch) if staleness > 0 else {"behaviour_kl": 0.0, "ess": 1.0}
         explained = self._set_targets(batch)
+        self._set_proximal(batch, is_lagged=staleness > 0)
         parts = self._shuffled(generator) if minibatches is None else minibatches
         rows: list[dict[str, torch.Tensor]] = []
         for epoch in range(self.config.training_epoch_num):
             for number, minibatch in enumerate(parts(batch)):
                 where = f"update {self.num_updates}, epoch {epoch}, minibatch {number}"
-                rows.append(self._step(minibatch, where, is_lagged=staleness > 0))
+                rows.append(self._step(minibatch, where))
         if not rows:
             raise ConfigurationError("there was no minibatch, expected at least one")
         self.num_updates += 1
@@ -165,10 +182,11 @@ class PPO:
     def _apply_config(self) -> None:
         self.policy.value_norm.beta = self.config.value_norm_beta
         self.policy.gae.set_to(self.config.gamma, self.config.lmbda)
+        self.policy.precision = self.config.precision
 
     def _shuffled(self, generator: torch.Generator | None) -> Minibatches:
         def parts(batch: Any) -> Iterator[TensorDictBase]:
-            flat = batch.reshape(-1)
+            flat = _without_next(batch).reshape(-1)
             size, number = flat.batch_size[0], self.config.num_minibatches
             if size < number:
                 raise ConfigurationError(f"the batch has {size} steps, expected at least one for {number} minibatches")
@@ -229,11 +247,53 @@ class PPO:
             flat_values[index] = self.policy.evaluate(flat[index]["next"])[1]
         return values
 
-    def _step(self, minibatch: TensorDictBase, where: str, *, is_lagged: bool) -> dict[str, torch.Tensor]:
+    @torch.no_grad()
+    def _set_proximal(self, batch: Any, *, is_lagged: bool) -> None:
+        """Write what losses compare the policy with, where that differs from what the rollout contains.
+
+        Samples of an older policy, and mirrored samples, have log-probabilities of the present policy, and an
+        importance weight: how much more often the present policy would have acted that way.
+        """
+        if not is_lagged and not self.config.mirror:
+            return
+        behaviour = batch[LOG_PROB]
+        proximal = batch[PROXIMAL_LOG_PROB] if is_lagged else behaviour.clone()
+        value = batch[VALUE].clone()
+        largest = torch.full_like(behaviour, self.config.max_importance_weight)
+        if self.config.mirror:
+            self._mirror(batch, proximal, value, largest)
+        batch.set(PROXIMAL_LOG_PROB, proximal)
+        batch.set(PROXIMAL_VALUE, value)
+        batch.set(IMPORTANCE, torch.minimum(importance_weight(proximal, behaviour), largest))
+
+    def _mirror(self, batch: Any, proximal: torch.Tensor, value: torch.Tensor, largest: torch.Tensor) -> None:
+        """Choose every other sample of a rollout to be mirrored, and replace its numbers by its mirror image's.
+
+        A sample stays as it is if the present policy would hardly take the mirrored action: its importance weight
+        would be next to nothing, and the estimate of the KL divergence would explode.
+        """
+        flat = batch.reshape(-1)
+        chosen = torch.arange(0, flat.batch_size[0], 2, device=proximal.device)
+        mean = proximal.new_zeros(len(flat), ACTION_DIM)
+        mirrored = torch.zeros_like(proximal, dtype=torch.bool)
+        for index in _chunks(chosen):
+            steps = flat[index]
+            image = evaluate_mirrored(self.policy, self.policy.observation(steps), steps.get(ACTION_NORMALIZED))
+            is_likely = image.log_prob - proximal.view(-1)[index] > math.log(_LEAST_MIRROR_RATIO)
+            kept = index[is_likely]
+            mirrored.view(-1)[kept] = True
+            proximal.view(-1)[kept] = image.log_prob[is_likely]
+            value.view(-1, 1)[kept] = image.value[is_likely]
+            mean[kept] = image.mean[is_likely]
+        largest.masked_fill_(mirrored, 1.0)
+        batch.set(MIRRORED, mirrored)
+        batch.set(MIRROR_MEAN, mean.reshape(*proximal.shape, ACTION_DIM))
+
+    def _step(self, minibatch: TensorDictBase, where: str) -> dict[str, torch.Tensor]:
         """Take a step of all optimizers, or none."""
         for optimizer in self._optimizers.values():
             optimizer.zero_grad()
-        metrics = self._backward(minibatch, is_lagged=is_lagged)
+        metrics = self._backward(minibatch)
         for name, part in self._parts().items():
             is_free = self.config.navrl_compat and name == "feature_extractor"
             limit = float("inf") if is_free else self.config.max_grad_norm
@@ -248,22 +308,30 @@ class PPO:
             optimizer.step()
         return metrics
 
-    def _backward(self, minibatch: TensorDictBase, *, is_lagged: bool) -> dict[str, torch.Tensor]:
+    def _backward(self, minibatch: TensorDictBase) -> dict[str, torch.Tensor]:
         """Compute losses and their gradients."""
         config = self.config
-        distribution, value = self.policy.heads(self._features(*self.policy.observation(minibatch)))
-        old_log_prob, advantage = minibatch.get(LOG_PROB), minibatch.get(ADVANTAGE).squeeze(-1)
-        if is_lagged:
-            proximal = minibatch.get(PROXIMAL_LOG_PROB)
-            advantage = advantage * importance_weight(proximal, old_log_prob).clamp(max=config.max_importance_weight)
-            old_log_prob = proximal
-        log_prob = distribution.log_prob(minibatch.get(ACTION_NORMALIZED))
+        seen, action = self.policy.observation(minibatch), minibatch.get(ACTION_NORMALIZED)
+        mirrored = minibatch.get(MIRRORED) if config.mirror else None
+        if mirrored is not None:
+            seen, action = reflect_some(seen, action, mirrored)
+        distribution, value = self.policy.heads(self._features(*seen))
+        advantage = minibatch.get(ADVANTAGE).squeeze(-1)
+        old_log_prob, old_value = minibatch.get(LOG_PROB), minibatch.get(VALUE)
+        if minibatch.get(IMPORTANCE, None) is not None:
+            advantage = advantage * minibatch.get(IMPORTANCE)
+            old_log_prob, old_value = minibatch.get(PROXIMAL_LOG_PROB), minibatch.get(PROXIMAL_VALUE)
+        log_prob = distribution.log_prob(action)
         policy = policy_loss(log_prob, old_log_prob, advantage, config.actor.clip_ratio)
         actor_loss = ACTION_DIM * policy.loss
-        targets = (minibatch.get(VALUE), minibatch.get(RETURN), config.critic.clip_ratio, config.huber_delta)
+        targets = (old_value, minibatch.get(RETURN), config.critic.clip_ratio, config.huber_delta)
         critic_loss = value_loss(value, *targets, whole=config.navrl_compat)
         entropy = distribution.entropy().mean()
         loss = actor_loss + critic_loss - config.entropy_loss_coefficient * entropy
+        if mirrored is not None:
+            loss = loss + config.mirror_coefficient * _asymmetry(
+                distribution.mean, minibatch.get(MIRROR_MEAN), mirrored
+            )
         loss.backward()  # type: ignore[no-untyped-call]
         return {
             "actor_loss": actor_loss.detach(),
@@ -272,6 +340,17 @@ class PPO:
             "approx_kl": policy.approx_kl,
             "clip_fraction": policy.clip_fraction,
         }
+
+
+def _without_next(batch: Any) -> Any:
+    """Return a rollout without next observations, so that minibatches do not copy what no loss needs."""
+    return batch.exclude("next") if is_tensor_collection(batch) else batch
+
+
+def _asymmetry(mean: torch.Tensor, target: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared distance of actions in mirrored observations from the mirrored actions."""
+    squared = (mean - target).square().sum(-1)
+    return (squared * mirrored).sum() / mirrored.sum().clamp(min=1)
 
 
 def _chunks(index: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -30,18 +30,24 @@ import torch
 
 from slipstream.errors import ConfigurationError
 from slipstream.nav.config import LidarConfig, NavigationConfig
-from slipstream.rl.config import ActorConfig, CriticConfig, FeatureExtractorConfig, PPOConfig
+from slipstream.rl.config import ActorConfig, CriticConfig, FeatureExtractorConfig, PPOConfig, Precision
 from slipstream.rl.network import OBSERVATION_SHAPES
 
 CONF = Path(__file__).with_name("conf")
 GROUPS = tuple(sorted(path.name for path in CONF.iterdir() if path.is_dir()))
+
+_BFLOAT16_CHECKS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of torch.cpu, in most versions
 
 _SETTING_OF = {  # where a field of NavigationConfig comes from, for those who have only seen settings
     "num_envs": "env.num_envs",
     "num_static_obstacles": "env.num_obstacles",
     "num_dynamic_obstacles": "env_dyn.num_obstacles",
     "map_seed": "env.map_seed",
+    "num_maps": "env.num_maps",
     "start": "env.start",
+    "inside_starts": "env.inside_starts",
+    "collision_penalty": "env.collision_penalty",
+    "danger_weight": "env.danger_weight",
     "dynamics": "sim.dynamics",
     "dt_s": "sim.dt",
     "max_episode_length": "env.max_episode_length",
@@ -72,7 +78,14 @@ class EnvSettings:
     num_obstacles: int
     max_episode_length: int
     map_seed: int
+    num_maps: int
     start: str
+    inside_starts: float
+    centred_reward: bool
+    collision_penalty: float
+    collision_penalty_start: float
+    collision_penalty_ramp: float
+    danger_weight: float
     goal_truncates: bool
     random_clocks: bool
     compile: str
@@ -129,6 +142,9 @@ class AlgoSettings:
     value_norm_beta: float
     max_importance_weight: float
     learning_rate_schedule: str
+    mirror: bool
+    mirror_coefficient: float
+    precision: str
     navrl_compat: bool
     compile: bool
 
@@ -210,7 +226,12 @@ class TrainSettings:
             "num_static_obstacles": env.num_obstacles,
             "num_dynamic_obstacles": moving.num_obstacles,
             "map_seed": env.map_seed,
+            "num_maps": env.num_maps,
             "start": env.start,
+            "inside_starts": env.inside_starts,
+            "centred_reward": env.centred_reward,
+            "collision_penalty": env.collision_penalty,
+            "danger_weight": env.danger_weight,
             "dynamics": self.sim.dynamics,
             "dt_s": self.sim.dt,
             "max_episode_length": env.max_episode_length,
@@ -237,6 +258,7 @@ class TrainSettings:
         algo = self.algo
         same = {field.name for field in dataclasses.fields(PPOConfig)} & set(vars(algo))
         values = {name: getattr(algo, name) for name in same - {"feature_extractor", "actor", "critic"}}
+        values["precision"] = self.precision()
         try:
             return PPOConfig(
                 feature_extractor=FeatureExtractorConfig(algo.feature_extractor.learning_rate),
@@ -246,6 +268,28 @@ class TrainSettings:
             )
         except ConfigurationError as error:
             raise ConfigurationError(f"algo.{error}") from error
+
+    def precision(self) -> Precision:
+        """Return what features are computed in; bfloat16 by ``auto`` only on a CPU that has instructions for it."""
+        if self.algo.precision == "auto" and self.torch_device().type != "cpu":
+            return "float32"
+        return resolve_precision(self.algo.precision)
+
+    def collision_penalty(self, rollout: int) -> float:
+        """Return the collision penalty while a rollout is collected.
+
+        It depends on the number of the rollout and nothing else, so that a resumed run has the same one, also if
+        rollouts are collected ahead.
+
+        Args:
+            rollout: How many rollouts were collected before.
+        """
+        env = self.env
+        ramp = env.collision_penalty_ramp * self.num_iterations
+        if rollout >= ramp:
+            return env.collision_penalty
+        risen = rollout / ramp
+        return env.collision_penalty_start + (env.collision_penalty - env.collision_penalty_start) * risen
 
     def torch_device(self) -> torch.device:
         """Return the device to train on.
@@ -288,6 +332,9 @@ class TrainSettings:
                 "the network is NavRL's"
             )
         require_choice("algo.learning_rate_schedule", self.algo.learning_rate_schedule, ("constant", "linear"))
+        require_choice("algo.precision", self.algo.precision, ("auto", "float32", "bfloat16"))
+        require_number("env.collision_penalty_start", self.env.collision_penalty_start, 0)
+        require_number("env.collision_penalty_ramp", self.env.collision_penalty_ramp, 0, 1)
         require_choice("wandb.mode", self.wandb.mode, ("offline", "online", "disabled"))
         lidar, ppo = self.navigation().lidar, self.ppo()
         if (1, lidar.horizontal_beams, lidar.vertical_beams) != OBSERVATION_SHAPES["lidar"]:
@@ -303,6 +350,14 @@ class TrainSettings:
         if self.name is not None and (not self.name or Path(self.name).name != self.name or self.name == "last"):
             raise ConfigurationError(f"name is {self.name!r}, expected the name of a folder other than 'last'")
         self.torch_device()
+
+
+def resolve_precision(precision: str) -> Precision:
+    """Return what features are computed in: for ``auto``, bfloat16 if the CPU has instructions for it, else float32."""
+    if precision != "auto":
+        return cast("Precision", precision)
+    checks = (getattr(torch.cpu, name, None) for name in _BFLOAT16_CHECKS)
+    return "bfloat16" if any(check is not None and check() for check in checks) else "float32"
 
 
 def compose_settings(overrides: Sequence[str] = ()) -> TrainSettings:

@@ -283,7 +283,11 @@ class Trainer:
 
 def _make_collector(settings: TrainSettings, env: NavigationEnv, policy: NavRLPolicy) -> Any:
     """Return what yields rollouts, by the plan that the settings ask for."""
-    collector: Any = SerialCollector(env, policy, settings.algo.training_frame_num)
+
+    def set_penalty(rollout: int) -> None:
+        env.simulation.collision_penalty = settings.collision_penalty(rollout)
+
+    collector: Any = SerialCollector(env, policy, settings.algo.training_frame_num, before_rollout=set_penalty)
     if settings.use_pipelined_collector:
         collector = PipelinedDataCollector(collector, prefetch_count=settings.prefetch_count)
     if settings.gpu_memory_limited:
