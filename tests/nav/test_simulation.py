@@ -351,3 +351,23 @@ def test_a_quadrotor_flies_across_an_empty_field_and_reaches_its_goal():
             break
     assert outcome.progress.reached.tolist() == [True] * 4
     assert int(outcome.progress.steps[0]) == pytest.approx(48 / 2 / 0.016, rel=0.05)
+
+
+def test_a_collision_costs_the_penalty_of_the_moment_and_the_return_has_it():
+    wall = StaticMap.from_boxes((0.5, -5.0, 1.0, 5.0, 4.0))
+    free, fined = simulation(boxes=wall), simulation(boxes=wall, collision_penalty=15.0)
+    changed = simulation(boxes=wall, collision_penalty=15.0)
+    changed.collision_penalty = 60.0
+    rewards = []
+    for sim in (free, fined, changed):
+        place(sim, (0.0, 0.0, 2.0))
+        for _ in range(10):
+            outcome = sim.step(torch.tensor([[2.0, 0.0, 0.0]]))
+            if outcome.terminated:
+                break
+        assert outcome.terminated
+        rewards.append(outcome.verdict.reward.item())
+        returns = outcome.progress.returns.item()
+    assert rewards[0] - rewards[1] == pytest.approx(15.0, abs=1e-4)
+    assert rewards[0] - rewards[2] == pytest.approx(60.0, abs=1e-4)
+    assert returns < -50

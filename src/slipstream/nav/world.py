@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 
 from slipstream.errors import ConfigurationError
@@ -68,14 +70,14 @@ class StaticMap:
 
 
 def generate_map(num_boxes: int, half_extent_m: float, seed: int) -> StaticMap:
-    """Place boxes at random so that between any two there is either room to fly or none to see.
+    """Place boxes at random so that the gap between any two is either wide enough to fly through or closed.
 
-    Made on the CPU with a generator of its own: one seed is one map, on every device. Boxes may touch and overlap; no
-    two have a gap between 0.2 and 1.0 m.
+    Maps are made on the CPU with a private generator, so a seed gives the same map on every device. Boxes may touch and
+    overlap; no two have a gap between 0.2 and 1.0 m.
 
     Args:
-        num_boxes: How many.
-        half_extent_m: The field reaches from minus to plus this in x and y.
+        num_boxes: Number of boxes.
+        half_extent_m: The field extends from minus to plus this in x and y.
         seed: Which map.
 
     Returns:
@@ -84,12 +86,18 @@ def generate_map(num_boxes: int, half_extent_m: float, seed: int) -> StaticMap:
     Raises:
         ConfigurationError: If the field is too small, or full before all boxes are placed.
     """
+    made = _generate_map(num_boxes, half_extent_m, seed)
+    return StaticMap(made.low_m.clone(), made.high_m.clone(), made.height_m.clone())
+
+
+@functools.lru_cache(maxsize=512)  # evaluations use the same maps again and again; one takes 10 kB
+def _generate_map(num_boxes: int, half_extent_m: float, seed: int) -> StaticMap:
     generator = torch.Generator().manual_seed(seed)
     side = round(2 * half_extent_m / GRID_M)
     field = f"a field of {side * GRID_M:g} m by {side * GRID_M:g} m"
     if num_boxes and side < max(WIDTHS):
         raise ConfigurationError(f"{field} is smaller than a box")
-    placed = torch.zeros(num_boxes, 4, dtype=torch.int64)
+    placed = np.zeros((num_boxes, 4), dtype=np.int64)
     count = rejections = 0
     while count < num_boxes:
         box = _draw_box(side, generator)
@@ -102,21 +110,24 @@ def generate_map(num_boxes: int, half_extent_m: float, seed: int) -> StaticMap:
             continue
         placed[count] = box
         count, rejections = count + 1, 0
-    corners_m = (placed.double() * GRID_M - half_extent_m).float()
+    corners_m = (torch.from_numpy(placed).double() * GRID_M - half_extent_m).float()
     return StaticMap(corners_m[:, :2].contiguous(), corners_m[:, 2:].contiguous(), _draw_heights(num_boxes, generator))
 
 
-def _draw_box(side: int, generator: torch.Generator) -> torch.Tensor:
-    """Return least x, least y, greatest x, greatest y in grid steps from the field's corner."""
-    draws = torch.rand(4, generator=generator, dtype=torch.float64)
-    size = torch.tensor(WIDTHS)[(draws[:2] * len(WIDTHS)).long()]
-    low = (draws[2:] * (side - size + 1)).long()
-    return torch.cat([low, low + size])
+def _draw_box(side: int, generator: torch.Generator) -> tuple[int, int, int, int]:
+    """Return lowest x, lowest y, highest x, highest y in grid steps from the field's corner."""
+    draws: list[float] = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
+    width, depth = WIDTHS[int(draws[0] * len(WIDTHS))], WIDTHS[int(draws[1] * len(WIDTHS))]
+    x, y = int(draws[2] * (side - width + 1)), int(draws[3] * (side - depth + 1))
+    return x, y, x + width, y + depth
 
 
-def _leaves_bad_gap(box: torch.Tensor, others: torch.Tensor) -> bool:
-    apart = torch.maximum(others[:, :2] - box[2:], box[:2] - others[:, 2:]).clamp(min=0)
-    squared = apart.square().sum(1)
+def _leaves_bad_gap(box: tuple[int, int, int, int], others: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+    # NumPy, because torch takes several times as long for arrays this small.
+    low_x, low_y, high_x, high_y = box
+    apart_x = np.maximum(np.maximum(others[:, 0] - high_x, low_x - others[:, 2]), 0)
+    apart_y = np.maximum(np.maximum(others[:, 1] - high_y, low_y - others[:, 3]), 0)
+    squared = apart_x * apart_x + apart_y * apart_y
     return bool(((squared > MAX_CLOSED_GAP**2) & (squared < MIN_OPEN_GAP**2)).any())
 
 

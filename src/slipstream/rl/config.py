@@ -93,6 +93,9 @@ class PPOConfig:
             mirrored mean action.
         precision: What features are computed in: ``float32``, or ``bfloat16``, which is faster where the CPU has
             instructions for it. Parameters, losses and optimizers are float32 either way.
+        update_threads: Number of parts of a minibatch that are computed at once, on a thread each; 1 leaves it to torch
+            to divide single operations between its threads, which is slower for small minibatches. Results depend on
+            it in their last bits, but not on the number of cores.
         navrl_compat: Whether to repeat the original's faults: advantages leak across truncation, the feature
             extractor's gradient is not clipped, and the larger of the two value losses is chosen for a whole minibatch.
 
@@ -120,10 +123,11 @@ class PPOConfig:
     mirror: bool = False
     mirror_coefficient: float = 3.0
     precision: Precision = "float32"
+    update_threads: int = 1
     navrl_compat: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("training_frame_num", "training_epoch_num", "num_minibatches"):
+        for name in ("training_frame_num", "training_epoch_num", "num_minibatches", "update_threads"):
             require_count(name, getattr(self, name))
         for name in ("gamma", "lmbda"):
             require_number(name, getattr(self, name), 0, 1)
@@ -135,5 +139,9 @@ class PPOConfig:
         require_number("value_norm_beta", self.value_norm_beta, 0, 1)
         if self.value_norm_beta == 1.0:
             raise ConfigurationError("value_norm_beta is 1, expected less than 1: nothing new would ever count")
+        if self.navrl_compat and self.update_threads > 1:
+            raise ConfigurationError(
+                f"update_threads is {self.update_threads}, expected 1 with navrl_compat, whose value loss has no parts"
+            )
         # Data of the policy itself has the weight 1 and must not be cut off.
         require_number("max_importance_weight", self.max_importance_weight, 1)

@@ -94,7 +94,8 @@ class LidarNetwork(nn.Sequential):
         values = fold(lidar)
         for number in _CONVOLUTIONS:
             places = self.get_buffer(f"places_{number}")
-            values = functional.elu(folded_convolution(values, self._convolution(number), places))
+            # In place, the gradient comes from the result, without a second exponential.
+            values = functional.elu_(folded_convolution(values, self._convolution(number), places))
         linear = cast("nn.Linear", self[7])
         return cast("torch.Tensor", self[8](folded_linear(values, linear, self._convolution(4).out_channels)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from slipstream.rl.network import (
     NavRLPolicy,
 )
 from slipstream.rl.symmetry import evaluate_mirrored, reflect_some
+from slipstream.threads import parallel_each
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -92,7 +94,8 @@ class PPO:
         self._apply_config()
         rates = {name: getattr(self.config, name).learning_rate for name in self._parts()}
         self._optimizers: dict[str, torch.optim.Optimizer] = {
-            name: torch.optim.Adam(part.parameters(), lr=rates[name]) for name, part in self._parts().items()
+            name: torch.optim.Adam(part.parameters(), lr=rates[name], fused=True)
+            for name, part in self._parts().items()
         }
         self._features: Callable[..., torch.Tensor] = self.policy.features
         if compile:
@@ -291,9 +294,7 @@ class PPO:
 
     def _step(self, minibatch: TensorDictBase, where: str) -> dict[str, torch.Tensor]:
         """Take a step of all optimizers, or none."""
-        for optimizer in self._optimizers.values():
-            optimizer.zero_grad()
-        metrics = self._backward(minibatch)
+        metrics = self._set_gradients(minibatch)
         for name, part in self._parts().items():
             is_free = self.config.navrl_compat and name == "feature_extractor"
             limit = float("inf") if is_free else self.config.max_grad_norm
@@ -308,8 +309,39 @@ class PPO:
             optimizer.step()
         return metrics
 
-    def _backward(self, minibatch: TensorDictBase) -> dict[str, torch.Tensor]:
-        """Compute losses and their gradients."""
+    def _set_gradients(self, minibatch: TensorDictBase) -> dict[str, torch.Tensor]:
+        """Set the gradients of all parameters; return the metrics of the minibatch.
+
+        The parts of a minibatch are computed on one thread each, and summed up in a fixed order. So the result depends
+        on the number of parts, but not on the number of cores.
+        """
+        parameters = list(self.policy.parameters())
+        parts = minibatch.split(math.ceil(len(minibatch) / self.config.update_threads))
+        done: dict[int, tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = {}
+
+        def compute(number: int) -> None:
+            share = len(parts[number]) / len(minibatch)
+            metrics, loss = self._losses(parts[number])
+            gradients = torch.autograd.grad(share * loss, parameters)
+            done[number] = {name: share * value.detach() for name, value in metrics.items()}, list(gradients)
+
+        if len(parts) == 1:
+            compute(0)
+        else:
+            with _one_thread_each():
+                parallel_each(_alone(compute), range(len(parts)), threads=len(parts))
+        metrics, gradients = done[0]
+        for number in range(1, len(parts)):
+            other_metrics, other_gradients = done[number]
+            for name, value in other_metrics.items():
+                metrics[name] += value
+            torch._foreach_add_(gradients, other_gradients)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return metrics
+
+    def _losses(self, minibatch: TensorDictBase) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return the metrics of some samples, and the loss to minimise."""
         config = self.config
         seen, action = self.policy.observation(minibatch), minibatch.get(ACTION_NORMALIZED)
         mirrored = minibatch.get(MIRRORED) if config.mirror else None
@@ -332,14 +364,14 @@ class PPO:
             loss = loss + config.mirror_coefficient * _asymmetry(
                 distribution.mean, minibatch.get(MIRROR_MEAN), mirrored
             )
-        loss.backward()  # type: ignore[no-untyped-call]
-        return {
-            "actor_loss": actor_loss.detach(),
-            "value_loss": critic_loss.detach(),
-            "entropy": entropy.detach(),
+        metrics = {
+            "actor_loss": actor_loss,
+            "value_loss": critic_loss,
+            "entropy": entropy,
             "approx_kl": policy.approx_kl,
             "clip_fraction": policy.clip_fraction,
         }
+        return metrics, loss
 
 
 def _without_next(batch: Any) -> Any:
@@ -350,7 +382,29 @@ def _without_next(batch: Any) -> Any:
 def _asymmetry(mean: torch.Tensor, target: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
     """Return the mean squared distance of actions in mirrored observations from the mirrored actions."""
     squared = (mean - target).square().sum(-1)
-    return (squared * mirrored).sum() / mirrored.sum().clamp(min=1)
+    # A mean over all samples, of which half may be mirrored, so that parts of a minibatch add up.
+    return 2 * (squared * mirrored).mean()
+
+
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Let torch compute on the calling thread alone, because other threads compute beside it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _alone(function: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a function that computes on the calling thread alone; the number of threads is a setting of each thread."""
+
+    def call(number: int) -> None:
+        torch.set_num_threads(1)
+        function(number)
+
+    return call
 
 
 def _chunks(index: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -145,6 +145,7 @@ class AlgoSettings:
     mirror: bool
     mirror_coefficient: float
     precision: str
+    update_threads: int
     navrl_compat: bool
     compile: bool
 
