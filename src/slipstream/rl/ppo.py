@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from torch import nn
 from slipstream.errors import ConfigurationError, RolloutError, StateMismatchError
 from slipstream.rl.config import PPOConfig
 from slipstream.rl.finite import require_finite
+from slipstream.rl.gradients import sum_gradients
 from slipstream.rl.losses import (
     effective_sample_share,
     explained_variance,
@@ -31,7 +31,6 @@ from slipstream.rl.network import (
     NavRLPolicy,
 )
 from slipstream.rl.symmetry import evaluate_mirrored, reflect_some
-from slipstream.threads import parallel_each
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -310,32 +309,9 @@ class PPO:
         return metrics
 
     def _set_gradients(self, minibatch: TensorDictBase) -> dict[str, torch.Tensor]:
-        """Set the gradients of all parameters; return the metrics of the minibatch.
-
-        The parts of a minibatch are computed on one thread each, and summed up in a fixed order. So the result depends
-        on the number of parts, but not on the number of cores.
-        """
+        """Set the gradients of all parameters; return the metrics of the minibatch."""
         parameters = list(self.policy.parameters())
-        parts = minibatch.split(math.ceil(len(minibatch) / self.config.update_threads))
-        done: dict[int, tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = {}
-
-        def compute(number: int) -> None:
-            share = len(parts[number]) / len(minibatch)
-            metrics, loss = self._losses(parts[number])
-            gradients = torch.autograd.grad(share * loss, parameters)
-            done[number] = {name: share * value.detach() for name, value in metrics.items()}, list(gradients)
-
-        if len(parts) == 1:
-            compute(0)
-        else:
-            with _one_thread_each():
-                parallel_each(_alone(compute), range(len(parts)), threads=len(parts))
-        metrics, gradients = done[0]
-        for number in range(1, len(parts)):
-            other_metrics, other_gradients = done[number]
-            for name, value in other_metrics.items():
-                metrics[name] += value
-            torch._foreach_add_(gradients, other_gradients)
+        metrics, gradients = sum_gradients(self._losses, minibatch, parameters, self.config.update_threads)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         return metrics
@@ -384,27 +360,6 @@ def _asymmetry(mean: torch.Tensor, target: torch.Tensor, mirrored: torch.Tensor)
     squared = (mean - target).square().sum(-1)
     # A mean over all samples, of which half may be mirrored, so that parts of a minibatch add up.
     return 2 * (squared * mirrored).mean()
-
-
-@contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Let torch compute on the calling thread alone, because other threads compute beside it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _alone(function: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a function that computes on the calling thread alone; the number of threads is a setting of each thread."""
-
-    def call(number: int) -> None:
-        torch.set_num_threads(1)
-        function(number)
-
-    return call
 
 
 def _chunks(index: torch.Tensor) -> Iterator[torch.Tensor]:
