@@ -88,3 +88,19 @@ def test_seeding_begins_all_episodes_anew():
     source.set_seed(3)
     torch.manual_seed(1)
     assert (source.collect() == one).all()
+
+
+def test_schedules_are_told_the_number_of_each_rollout_also_after_a_resume():
+    def recorded(numbers: list[int]) -> SerialCollector:
+        env = NavigationEnv(NavigationConfig(num_envs=2, num_static_obstacles=5, dynamics="lag", dt_s=0.1))
+        policy = NavRLPolicy(action_map=velocity_from_unit)
+        return SerialCollector(env, policy, num_steps=2, before_rollout=numbers.append)
+
+    first, second = [], []
+    one, other = recorded(first), recorded(second)
+    one.collect()
+    one.collect()
+    other.load_state_dict(one.state_dict())
+    other.collect()
+    assert first == [0, 1]
+    assert second == [2]

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from slipstream import NavigationConfig
-from slipstream.nav.dynamics import DroneState, Hummingbird, VelocityLag, _axes, hovering, make_dynamics
+from slipstream import ConfigurationError, NavigationConfig
+from slipstream.nav import Simulation
+from slipstream.nav.dynamics import DelayedLag, DroneState, Hummingbird, VelocityLag, _axes, hovering, make_dynamics
 
 
 def facing(*angles_deg: float) -> torch.Tensor:
@@ -103,3 +104,43 @@ def test_a_step_leaves_the_state_it_started_from_alone():
         copies = [part.clone() for part in start]
         make_dynamics(config).step(start, torch.ones(2, 3), facing(0.0, 90.0))
         assert all(torch.equal(part, copy) for part, copy in zip(start, copies, strict=True))
+
+
+def test_without_a_delay_the_delayed_lag_is_nearly_the_plain_one():
+    heading = facing(0.0, 90.0)
+    drone = hovering(torch.zeros(2, 3), heading)._replace(velocity_m_s=torch.tensor([[-2.0, 1.0, 0.0]]).expand(2, 3))
+    command = torch.tensor([[2.0, -1.0, 0.5], [0.0, 2.0, 0.0]])
+    plain, delayed = VelocityLag(0.1).step(drone, command, heading), DelayedLag(0.1).step(drone, command, heading)
+    torch.testing.assert_close(plain.position_m, delayed.position_m, rtol=0, atol=0.02)
+    torch.testing.assert_close(plain.velocity_m_s, delayed.velocity_m_s, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("command", [(2.0, 0.0, 0.0), (-1.0, 1.5, 0.0)])
+def test_a_delay_of_a_seventh_of_a_second_resembles_the_quadrotor_all_along(command):
+    heading, wanted = facing(0.0), torch.tensor([command])
+    start = hovering(torch.zeros(1, 3), heading)
+    apart = {}
+    for delay in (0.0, 0.15):
+        drone, quadrotor, model = start._replace(delay_s=torch.tensor([delay])), start, DelayedLag(0.096)
+        distances = []
+        for _ in range(20):
+            drone = model.step(drone, wanted, heading)
+            quadrotor = fly(quadrotor, wanted, heading, seconds=0.096)
+            distances.append(float((drone.position_m - quadrotor.position_m).norm()))
+        apart[delay] = max(distances)
+    assert apart[0.0] > 0.1
+    assert apart[0.15] < 0.5 * apart[0.0]
+
+
+def test_every_episode_draws_a_delay_and_the_quadrotor_has_none_to_draw():
+    config = NavigationConfig(num_envs=64, num_static_obstacles=0, dynamics="lag", dt_s=0.1, response_delay_s=0.3)
+    sim = Simulation(config)
+    delays = sim.drone.delay_s.clone()
+    assert 0.0 <= delays.min() < 0.05
+    assert 0.25 < delays.max() <= 0.3
+    mask = torch.arange(64) < 8
+    sim.reset(mask)
+    assert not torch.equal(sim.drone.delay_s[mask], delays[mask])
+    assert torch.equal(sim.drone.delay_s[~mask], delays[~mask])
+    with pytest.raises(ConfigurationError, match="response_delay_s is 0.3, expected 0 for the dynamics 'hummingbird'"):
+        NavigationConfig(response_delay_s=0.3)

@@ -17,6 +17,8 @@ MAX_STATIC_OBSTACLES = 5000  # placing more takes minutes, and there is hardly r
 NUM_KINDS = 8  # of dynamic obstacles: four widths, each as a flying cuboid and as a standing cylinder
 MAX_HUMMINGBIRD_DT_S = 0.02  # the attitude loop (10 rad/s behind a rotor lag) is no longer sound beyond it
 
+MAX_RESPONSE_DELAY_S = 1.0  # a drone that reacts later cannot be steered through obstacles
+
 
 @dataclass(frozen=True)
 class LidarConfig:
@@ -75,6 +77,8 @@ class NavigationConfig:
             above. For training with ``border`` or ``through``.
         dynamics: ``hummingbird``: a quadrotor with a velocity controller. ``lag``: velocities follow commands with a
             first-order lag, which allows larger steps.
+        response_delay_s: Longest time constant of a drone's acceleration: each episode draws one between 0 and this.
+            For training with ``lag``, so that the policy also flies a quadrotor, which has to tilt first.
         dt_s: Length of a step.
         max_episode_length: Number of steps after which an episode is truncated.
         goal_truncates: Whether reaching the goal truncates the episode. In NavRL, the episode continues.
@@ -110,6 +114,7 @@ class NavigationConfig:
     start: StartMode = "border"
     inside_starts: float = 0.0
     dynamics: DynamicsKind = "hummingbird"
+    response_delay_s: float = 0.0
     dt_s: float = 0.016
     max_episode_length: int = 2200
     goal_truncates: bool = False
@@ -135,6 +140,7 @@ class NavigationConfig:
         require_positive("map_half_extent_m", self.map_half_extent_m)
         require_positive("dt_s", self.dt_s)
         require_number("inside_starts", self.inside_starts, 0, 1)
+        require_number("response_delay_s", self.response_delay_s, 0, MAX_RESPONSE_DELAY_S)
         require_number("obstacle_warmup_s", self.obstacle_warmup_s, 0)
         require_number("collision_penalty", self.collision_penalty, 0)
         require_number("danger_weight", self.danger_weight, 0)
@@ -144,6 +150,11 @@ class NavigationConfig:
         if self.num_envs % self.num_maps:
             raise ConfigurationError(
                 f"num_maps is {self.num_maps}, expected a divisor of num_envs, which is {self.num_envs}"
+            )
+        if self.response_delay_s and self.dynamics != "lag":
+            raise ConfigurationError(
+                f"response_delay_s is {self.response_delay_s}, expected 0 for the dynamics {self.dynamics!r}, which "
+                "have a delay by nature"
             )
         if self.start == "line" and self.inside_starts:
             raise ConfigurationError(f"inside_starts is {self.inside_starts}, expected 0 with start='line'")

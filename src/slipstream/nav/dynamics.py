@@ -27,10 +27,12 @@ ROTOR_Y = (0.0, 1.0, 0.0, -1.0)
 ROTOR_SPIN = (1.0, -1.0, 1.0, -1.0)  # sign of the torque that drag gives the body
 ROTOR_RESPONSE = 0.43  # part of the way to the commanded throttle that a rotor goes in a reference step
 REFERENCE_DT_S = 0.016
+LEAST_DELAY_S = 1e-4
+MAX_SUBSTEP_S = 0.02
 
 
 class DroneState(NamedTuple):
-    """Drones in the air; the lag moves position and velocity only.
+    """Drones in the air. The quadrotor has an attitude and rotors; the delayed lag has an acceleration instead.
 
     Attributes:
         position_m: In the world, ``[envs, 3]``.
@@ -38,6 +40,8 @@ class DroneState(NamedTuple):
         attitude: Unit quaternions, real part first, from body to world, ``[envs, 4]``.
         rate_rad_s: Angular velocity in the body frame, ``[envs, 3]``.
         throttle: Of each rotor, 0 to 1; thrust goes with its square, ``[envs, 4]``.
+        acceleration_m_s2: In the world, ``[envs, 3]``.
+        delay_s: Time constant of the acceleration, ``[envs]``.
     """
 
     position_m: torch.Tensor
@@ -45,6 +49,8 @@ class DroneState(NamedTuple):
     attitude: torch.Tensor
     rate_rad_s: torch.Tensor
     throttle: torch.Tensor
+    acceleration_m_s2: torch.Tensor
+    delay_s: torch.Tensor
 
 
 class Dynamics(Protocol):
@@ -63,7 +69,11 @@ class Dynamics(Protocol):
 
 def make_dynamics(config: NavigationConfig) -> Dynamics:
     """Return the model that a configuration names."""
-    return Hummingbird(config.dt_s) if config.dynamics == "hummingbird" else VelocityLag(config.dt_s)
+    if config.dynamics == "hummingbird":
+        return Hummingbird(config.dt_s)
+    if config.response_delay_s:
+        return DelayedLag(config.dt_s)
+    return VelocityLag(config.dt_s)
 
 
 def hovering(position_m: torch.Tensor, heading: torch.Tensor) -> DroneState:
@@ -82,6 +92,8 @@ def hovering(position_m: torch.Tensor, heading: torch.Tensor) -> DroneState:
         torch.stack([half_yaw.cos(), zero, zero, half_yaw.sin()], 1),
         torch.zeros_like(position_m),
         position_m.new_full((len(position_m), 4), throttle),
+        torch.zeros_like(position_m),
+        zero,
     )
 
 
@@ -103,6 +115,32 @@ class VelocityLag:
         error = drone.velocity_m_s - command_m_s
         travelled = command_m_s * self._dt_s + error * ((1.0 - self._kept) / VELOCITY_GAIN)
         return drone._replace(position_m=drone.position_m + travelled, velocity_m_s=command_m_s + error * self._kept)
+
+
+class DelayedLag:
+    """`VelocityLag` whose acceleration lags too, with a time constant of each drone.
+
+    A quadrotor has to tilt before it accelerates. With a delay of 0.15 s, this is close to `Hummingbird`; without one,
+    it is `VelocityLag`. Training with a range of delays makes a policy fly both.
+
+    Args:
+        dt_s: Length of a step. It is integrated in smaller ones of at most 0.02 s.
+    """
+
+    def __init__(self, dt_s: float) -> None:
+        self._substeps = math.ceil(dt_s / MAX_SUBSTEP_S)
+        self._dt_s = dt_s / self._substeps
+
+    def step(self, drone: DroneState, command_m_s: torch.Tensor, heading: torch.Tensor) -> DroneState:
+        """Return drones one step later; see `Dynamics`."""
+        position, velocity, acceleration = drone.position_m, drone.velocity_m_s, drone.acceleration_m_s2
+        kept = torch.exp(-self._dt_s / drone.delay_s.clamp(min=LEAST_DELAY_S)).unsqueeze(1)
+        for _ in range(self._substeps):
+            wanted = (command_m_s - velocity) * VELOCITY_GAIN
+            acceleration = torch.lerp(wanted, acceleration, kept)
+            velocity = velocity + acceleration * self._dt_s
+            position = position + velocity * self._dt_s
+        return drone._replace(position_m=position, velocity_m_s=velocity, acceleration_m_s2=acceleration)
 
 
 class Hummingbird:
@@ -138,6 +176,8 @@ class Hummingbird:
             _rotate(drone.attitude, rate, self._dt_s),
             rate,
             throttle,
+            drone.acceleration_m_s2,
+            drone.delay_s,
         )
 
     def _spin_up(self, throttle: torch.Tensor, thrust: torch.Tensor, torque: torch.Tensor) -> torch.Tensor:

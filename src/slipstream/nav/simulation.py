@@ -131,11 +131,11 @@ class Simulation:
             self.obstacles.restart()
             rows = torch.arange(self.config.num_envs, device=self.device)
             self.task, self.progress = self._new_episodes(rows, whole=True)
-            self.drone = hovering(self.task.start_m, self.task.heading)
+            self.drone = self._new_drones(self.task)
             return self._look(self.drone, self.task, self.map_index)
         rows = mask.to(self.device).nonzero().squeeze(1)
         task, progress = self._new_episodes(rows, whole=False)
-        drone = hovering(task.start_m, task.heading)
+        drone = self._new_drones(task)
         self.task = Task(*_replace_rows(self.task, rows, task))
         self.progress = Progress(*_replace_rows(self.progress, rows, progress))
         self.drone = DroneState(*_replace_rows(self.drone, rows, drone))
@@ -230,6 +230,13 @@ class Simulation:
         zero = torch.zeros_like(start[:, 0])
         progress = Progress(torch.zeros_like(rows), deadline, zero, torch.zeros_like(rows, dtype=torch.bool))
         return Task(start, goal, heading_between(start, goal)), progress
+
+    def _new_drones(self, task: Task) -> DroneState:
+        drone = hovering(task.start_m, task.heading)
+        if not self.config.response_delay_s:
+            return drone
+        draws = torch.rand(len(task.start_m), generator=self._starts)
+        return drone._replace(delay_s=(draws * self.config.response_delay_s).to(self.device))
 
     def _new_tasks(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw starts and goals for some drones."""

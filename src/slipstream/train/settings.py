@@ -50,6 +50,7 @@ _SETTING_OF = {  # where a field of NavigationConfig comes from, for those who h
     "danger_weight": "env.danger_weight",
     "dynamics": "sim.dynamics",
     "dt_s": "sim.dt",
+    "response_delay_s": "sim.response_delay",
     "max_episode_length": "env.max_episode_length",
     "compile": "env.compile",
     "obstacle_speed_m_s": "env_dyn.vel_range",
@@ -106,6 +107,7 @@ class SimSettings:
 
     dynamics: str
     dt: float
+    response_delay: float
 
 
 @dataclass
@@ -235,6 +237,7 @@ class TrainSettings:
             "danger_weight": env.danger_weight,
             "dynamics": self.sim.dynamics,
             "dt_s": self.sim.dt,
+            "response_delay_s": self.sim.response_delay,
             "max_episode_length": env.max_episode_length,
             "goal_truncates": env.goal_truncates,
             "random_clocks": env.random_clocks,
