@@ -96,7 +96,8 @@ def test_schedules_are_told_the_number_of_each_rollout_also_after_a_resume():
         policy = NavRLPolicy(action_map=velocity_from_unit)
         return SerialCollector(env, policy, num_steps=2, before_rollout=numbers.append)
 
-    first, second = [], []
+    first: list[int] = []
+    second: list[int] = []
     one, other = recorded(first), recorded(second)
     one.collect()
     one.collect()

@@ -1,5 +1,7 @@
 """Mirror images of samples, and what PPO learns from them."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from slipstream.nav import Simulation, StaticMap
 from slipstream.nav.dynamics import hovering
 from slipstream.nav.frame import heading_between, velocity_from_unit
 from slipstream.nav.observation import Task
-from slipstream.rl import PPO, PPOConfig
+from slipstream.rl import PPO, NavRLPolicy, PPOConfig
 from slipstream.rl.symmetry import reflect_action, reflect_observation, reflect_some
 
 MIRRORING = PPOConfig(mirror=True, training_epoch_num=2, num_minibatches=2)
@@ -75,12 +77,18 @@ def asymmetry(policy, seen) -> float:
     return float((mirrored - reflect_action(mean)).square().sum(-1).mean())
 
 
+def lean_left(policy: NavRLPolicy, amount: float) -> None:
+    """Change a policy so that it dodges to one side."""
+    head = cast("Any", policy.actor.module[0]).module
+    head.alpha_layer.bias += torch.tensor([0.0, amount, 0.0])
+
+
 def test_a_policy_learns_to_treat_left_and_right_alike(policy, rollout, observations):
     left = {}
     for mirror in (False, True):
         learner = PPO(policy(), PPOConfig(mirror=mirror, mirror_coefficient=30.0, num_minibatches=2))
-        with torch.no_grad():  # which dodges to one side
-            learner.policy.actor.module[0].module.alpha_layer.bias += torch.tensor([0.0, 2.0, 0.0])
+        with torch.no_grad():
+            lean_left(learner.policy, 2.0)
         for number in range(15):
             batch = rollout(learner.policy, seed=number)
             batch["next", "agents", "reward"].zero_()
@@ -103,7 +111,7 @@ def test_the_rollout_keeps_what_was_observed_and_done(policy, rollout):
 def test_the_weight_of_a_mirrored_sample_is_its_likelihood_ratio_and_at_most_one(policy, rollout):
     learner = PPO(policy(), MIRRORING)
     with torch.no_grad():
-        learner.policy.actor.module[0].module.alpha_layer.bias += torch.tensor([0.0, 1.0, 0.0])
+        lean_left(learner.policy, 1.0)
     batch = rollout(learner.policy)
     with torch.no_grad():
         seen = reflect_observation(*learner.policy.observation(batch))
@@ -161,14 +169,13 @@ def test_the_result_does_not_depend_on_the_number_of_torch_threads(policy, rollo
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_an_error_in_a_part_reaches_the_caller_and_changes_nothing(policy, rollout):
+def test_an_error_in_a_part_reaches_the_caller_and_changes_nothing(policy, rollout, monkeypatch):
     learner = PPO(policy(), PPOConfig(update_threads=2, num_minibatches=2))
     batch = rollout(learner.policy)
     before = {name: value.clone() for name, value in learner.policy.state_dict().items()}
-    learner.policy.actor.forward = lambda features: 1 / 0
+    monkeypatch.setattr(learner.policy.actor, "forward", lambda features: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         learner.update(batch)
-    del learner.policy.actor.forward
     after = learner.policy.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith(("value_norm", "gae")))
 
