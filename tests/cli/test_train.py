@@ -37,10 +37,10 @@ def test_a_run_that_is_complete_says_so_and_goes_on_if_asked_to(run, slipstream,
     copy = shutil.copytree(run, tmp_path / "first", symlinks=True)
     again = slipstream("train", f"resume={copy}", "--no-evaluate")
     assert again.code == 0
-    assert "after iteration 6" in again.out
+    assert f"resuming {copy} from iteration 6" in again.out
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 6
     more = slipstream("train", f"resume={copy}", f"max_frame_num={16 * 8 * 7}", "--no-evaluate", "--json")
-    assert json.loads(more.out) == {"run": str(copy)}
+    assert json.loads(more.out) == {"run": str(copy), "stopped": None, "iterations": 7, "env_frames": 16 * 8 * 7}
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 7
 
 
@@ -55,10 +55,13 @@ def test_settings_can_be_looked_at_without_training(slipstream, tmp_path):
     ("arguments", "sentence"),
     [
         (["env.num_env=4"], "there is no setting 'env.num_env'; did you mean env.num_envs"),
-        (["resume=nowhere"], "nowhere is not a folder, expected that of a run"),
+        (["resume=nowhere"], "nowhere is not a folder, expected the folder of a run"),
         (["env.num_envs=1000000000"], "GB of memory are free"),
         (["preset=quick", "env.num_obstacles=100000"], "expected at most 5000 boxes"),
-        (["device=cuda:99"], "device is 'cuda:99', which is not to be had here"),
+        (["device=cuda:99"], "device 'cuda:99' is not available"),
+        (["device=meta"], "device 'meta' is not available"),
+        (["name=.."], "name is '..', expected the name of a folder"),
+        ([f"seed={2**64}"], f"seed is {2**64}, expected a whole number"),
     ],
 )
 def test_bad_input_is_one_sentence_exit_code_2_and_nothing_written(arguments, sentence, slipstream, tmp_path):
@@ -74,7 +77,7 @@ def test_a_run_of_the_same_name_is_not_overwritten(run, slipstream):
     before = (run / "config.yaml").read_text()
     failed = slipstream("train", *SMALL, "name=first", f"run_dir={run.parent}")
     assert failed.code == 2
-    assert f"resume={run} goes on with it" in failed.err
+    assert f"resume it with resume={run}" in failed.err
     assert (run / "config.yaml").read_text() == before
 
 

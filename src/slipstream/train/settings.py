@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,7 @@ from slipstream.rl.config import ActorConfig, CriticConfig, FeatureExtractorConf
 from slipstream.rl.network import OBSERVATION_SHAPES
 
 CONF = Path(__file__).with_name("conf")
+MAX_SEED = 2**63 - 1
 GROUPS = tuple(sorted(path.name for path in CONF.iterdir() if path.is_dir()))
 
 _BFLOAT16_CHECKS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of torch.cpu, in most versions
@@ -305,10 +306,11 @@ class TrainSettings:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             device = torch.device(self.device)
-            torch.empty(0, device=device)
+            # Reading a value back fails on the meta device, which has no data.
+            torch.zeros(1, device=device).item()
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigurationError(f"device is {self.device!r}, which is not to be had here: {reason}") from error
+            raise ConfigurationError(f"device {self.device!r} is not available: {reason}") from error
         return device
 
     def check(self) -> None:
@@ -330,6 +332,8 @@ class TrainSettings:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 require_number(field.name, value, lowest)
         require_count("save_compression_level", self.save_compression_level, 0, 12)
+        require_count("seed", self.seed, 0, MAX_SEED)
+        require_count("env.map_seed", self.env.map_seed, 0, MAX_SEED)
         if self.algo.feature_extractor.dyn_obs_num != OBSERVATION_SHAPES["dynamic_obstacle"][1]:
             raise ConfigurationError(
                 f"algo.feature_extractor.dyn_obs_num is {self.algo.feature_extractor.dyn_obs_num}, expected 5: "
@@ -351,7 +355,7 @@ class TrainSettings:
                 f"env.num_envs x algo.training_frame_num is {self.frames_per_iteration} steps, expected at least one "
                 f"for each of the {ppo.num_minibatches} minibatches"
             )
-        if self.name is not None and (not self.name or Path(self.name).name != self.name or self.name == "last"):
+        if self.name is not None and not _is_folder_name(self.name):
             raise ConfigurationError(f"name is {self.name!r}, expected the name of a folder other than 'last'")
         self.torch_device()
 
@@ -470,7 +474,7 @@ def _check_known(override: Override, known: DictConfig) -> None:
         choices = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
         require_choice(key, str(override.value()), tuple(choices))
         return
-    names = [*_flatten(OmegaConf.to_container(known)), *GROUPS]
+    names = [*flatten(cast("dict[str, Any]", OmegaConf.to_container(known))), *GROUPS]
     if key in names:
         return
     close = difflib.get_close_matches(key, names, n=3) or [name for name in names if name.split(".")[-1] == key][:3]
@@ -478,12 +482,20 @@ def _check_known(override: Override, known: DictConfig) -> None:
     raise ConfigurationError(f"there is no setting {key!r}{hint}")
 
 
-def _flatten(values: Any, prefix: str = "") -> Iterator[str]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by their full names, such as ``env.num_envs``."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _is_folder_name(name: str) -> bool:
+    """Return whether a run can have this name; ``last`` is the link to the newest run."""
+    return name not in ("", ".", "..", "last") and Path(name).name == name
 
 
 def _first_line(error: Exception) -> str:
