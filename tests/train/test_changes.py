@@ -62,13 +62,25 @@ def test_a_renamed_run_and_a_setting_that_the_run_did_not_know_are_accepted():
 
 
 def test_a_longer_run_says_that_its_linear_learning_rate_rises():
-    linear = "algo.learning_rate_schedule=linear"
-    before = dataclasses.asdict(small(linear, "max_frame_num=768"))
-    longer = small(linear, "max_frame_num=1536")
-    assert schedule_note(before, longer, 6) == (
-        "the learning rate continues at 0.500 of its initial value instead of 0.000, and reaches 0 at the new "
-        "max_frame_num=1,536 instead of 768"
+    steady = ("algo.learning_rate_schedule=linear", "env.collision_penalty_ramp=0")
+    before = dataclasses.asdict(small(*steady, "max_frame_num=768"))
+    assert schedule_note(before, small(*steady, "max_frame_num=1536"), 6) == (
+        "with max_frame_num=1,536 instead of 768, the learning rate continues at 0.500 of its initial value instead of "
+        "0.000"
     )
-    assert schedule_note(before, small(linear, "max_frame_num=768"), 3) is None
-    constant = small("algo.learning_rate_schedule=constant", "max_frame_num=1536")
-    assert schedule_note(dataclasses.asdict(small("algo.learning_rate_schedule=constant")), constant, 6) is None
+    assert schedule_note(before, small(*steady, "max_frame_num=768"), 3) is None
+    constant = ("algo.learning_rate_schedule=constant", "env.collision_penalty_ramp=0")
+    assert schedule_note(dataclasses.asdict(small(*constant)), small(*constant, "max_frame_num=1536"), 6) is None
+
+
+def test_a_longer_run_says_that_its_collision_penalty_falls():
+    rising = (
+        "algo.learning_rate_schedule=constant",
+        "env.collision_penalty=60",
+        "env.collision_penalty_start=20",
+        "env.collision_penalty_ramp=1",
+    )
+    before = dataclasses.asdict(small(*rising, "max_frame_num=768"))
+    assert schedule_note(before, small(*rising, "max_frame_num=1536"), 6) == (
+        "with max_frame_num=1,536 instead of 768, the collision penalty continues at 40.0 instead of 60.0"
+    )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import ConfigurationError
-from slipstream.train.schedule import learning_rate_factor
+from slipstream.train.schedule import collision_penalty, learning_rate_factor
 from slipstream.train.settings import TrainSettings, flatten
 
 Rule = Literal["fixed", "recorded", "free"]
@@ -29,7 +29,14 @@ FIXED = frozenset(
         "env.num_obstacles",
         "env.max_episode_length",
         "env.map_seed",
+        "env.num_maps",
         "env.start",
+        "env.inside_starts",
+        "env.centred_reward",
+        "env.collision_penalty",
+        "env.collision_penalty_start",
+        "env.collision_penalty_ramp",
+        "env.danger_weight",
         "env.goal_truncates",
         "env.random_clocks",
         "env_dyn.num_obstacles",
@@ -37,6 +44,7 @@ FIXED = frozenset(
         "env_dyn.local_range",
         "sim.dynamics",
         "sim.dt",
+        "sim.response_delay",
         "algo.feature_extractor.dyn_obs_num",
         "algo.training_frame_num",
         "algo.navrl_compat",
@@ -63,6 +71,9 @@ RECORDED = frozenset(
         "algo.value_norm_beta",
         "algo.max_importance_weight",
         "algo.learning_rate_schedule",
+        "algo.mirror",
+        "algo.mirror_coefficient",
+        "algo.precision",
         "algo.compile",
         "env.compile",
         "device",
@@ -170,7 +181,10 @@ def require_resumable(run: Path, before: Mapping[str, Any], after: TrainSettings
 
 
 def schedule_note(before: Mapping[str, Any], after: TrainSettings, iteration: int) -> str | None:
-    """Return a sentence about the learning rate if a new `max_frame_num` makes it jump; None if it does not.
+    """Return a sentence about the values that jump because of a new `max_frame_num`; None if none does.
+
+    Schedules stretch over the whole run, so extending it moves them back: the linear learning rate of a finished run,
+    which had reached 0, rises again.
 
     Args:
         before: The settings of the checkpoint that is resumed.
@@ -179,11 +193,15 @@ def schedule_note(before: Mapping[str, Any], after: TrainSettings, iteration: in
     """
     frames = before.get("max_frame_num", after.max_frame_num)
     planned = dataclasses.replace(after, max_frame_num=frames)
+    jumps = []
     old = learning_rate_factor(planned, iteration)
     new = learning_rate_factor(after, iteration)
-    if old == new:
+    if old != new:
+        jumps.append(f"the learning rate continues at {new:.3f} of its initial value instead of {old:.3f}")
+    old = collision_penalty(planned, iteration)
+    new = collision_penalty(after, iteration)
+    if old != new:
+        jumps.append(f"the collision penalty continues at {new:.1f} instead of {old:.1f}")
+    if not jumps:
         return None
-    return (
-        f"the learning rate continues at {new:.3f} of its initial value instead of {old:.3f}, and reaches 0 at the new "
-        f"max_frame_num={after.max_frame_num:,.0f} instead of {frames:,.0f}"
-    )
+    return f"with max_frame_num={after.max_frame_num:,.0f} instead of {frames:,.0f}, {' and '.join(jumps)}"

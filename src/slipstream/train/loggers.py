@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol
 from slipstream.errors import ConfigurationError
 from slipstream.text import install_hint
 from slipstream.train.folder import RunFolder
-from slipstream.train.settings import TrainSettings, WandbSettings
+from slipstream.train.groups import WandbSettings
+from slipstream.train.settings import TrainSettings
 
 logger = logging.getLogger(__name__)
 

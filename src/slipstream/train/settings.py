@@ -32,6 +32,14 @@ from slipstream.errors import ConfigurationError
 from slipstream.nav.config import LidarConfig, NavigationConfig
 from slipstream.rl.config import ActorConfig, CriticConfig, FeatureExtractorConfig, PPOConfig, Precision
 from slipstream.rl.network import OBSERVATION_SHAPES
+from slipstream.train.groups import (
+    AlgoSettings,
+    EnvDynSettings,
+    EnvSettings,
+    SensorSettings,
+    SimSettings,
+    WandbSettings,
+)
 
 CONF = Path(__file__).with_name("conf")
 MAX_SEED = 2**63 - 1
@@ -60,108 +68,6 @@ _SETTING_OF = {  # where a field of NavigationConfig comes from, for those who h
     "vertical_fov_deg": "sensor.lidar_vfov",
     "vertical_beams": "sensor.lidar_vbeams",
 }
-
-
-@dataclass
-class SensorSettings:
-    """The range finder; see ``conf/sensor``."""
-
-    lidar_range: float
-    lidar_vfov: list[float]
-    lidar_vbeams: int
-    lidar_hres: float
-
-
-@dataclass
-class EnvSettings:
-    """Drones, the field they fly in, and their episodes; see ``conf/env``."""
-
-    num_envs: int
-    num_obstacles: int
-    max_episode_length: int
-    map_seed: int
-    num_maps: int
-    start: str
-    inside_starts: float
-    centred_reward: bool
-    collision_penalty: float
-    collision_penalty_start: float
-    collision_penalty_ramp: float
-    danger_weight: float
-    goal_truncates: bool
-    random_clocks: bool
-    compile: str
-
-
-@dataclass
-class EnvDynSettings:
-    """Obstacles that move; see ``conf/env_dyn``."""
-
-    num_obstacles: int
-    vel_range: list[float]
-    local_range: list[float]
-
-
-@dataclass
-class SimSettings:
-    """How drones fly; see ``conf/sim``."""
-
-    dynamics: str
-    dt: float
-    response_delay: float
-
-
-@dataclass
-class FeatureExtractorSettings:
-    """How the feature extractor learns; see ``conf/algo``."""
-
-    learning_rate: float
-    dyn_obs_num: int
-
-
-@dataclass
-class HeadSettings:
-    """How the actor or the critic learns; see ``conf/algo``."""
-
-    learning_rate: float
-    clip_ratio: float
-
-
-@dataclass
-class AlgoSettings:
-    """PPO; see ``conf/algo`` and `PPOConfig`."""
-
-    feature_extractor: FeatureExtractorSettings
-    actor: HeadSettings
-    critic: HeadSettings
-    entropy_loss_coefficient: float
-    training_frame_num: int
-    training_epoch_num: int
-    num_minibatches: int
-    gamma: float
-    lmbda: float
-    huber_delta: float
-    max_grad_norm: float
-    value_norm_beta: float
-    max_importance_weight: float
-    learning_rate_schedule: str
-    mirror: bool
-    mirror_coefficient: float
-    precision: str
-    update_threads: int
-    navrl_compat: bool
-    compile: bool
-
-
-@dataclass
-class WandbSettings:
-    """Weights & Biases; see ``conf/wandb``."""
-
-    mode: str
-    project: str
-    entity: str | None
-    name: str | None
-    run_id: str | None
 
 
 @dataclass
@@ -279,22 +185,6 @@ class TrainSettings:
         if self.algo.precision == "auto" and self.torch_device().type != "cpu":
             return "float32"
         return resolve_precision(self.algo.precision)
-
-    def collision_penalty(self, rollout: int) -> float:
-        """Return the collision penalty while a rollout is collected.
-
-        It depends on the number of the rollout and nothing else, so that a resumed run has the same one, also if
-        rollouts are collected ahead.
-
-        Args:
-            rollout: How many rollouts were collected before.
-        """
-        env = self.env
-        ramp = env.collision_penalty_ramp * self.num_iterations
-        if rollout >= ramp:
-            return env.collision_penalty
-        risen = rollout / ramp
-        return env.collision_penalty_start + (env.collision_penalty - env.collision_penalty_start) * risen
 
     def torch_device(self) -> torch.device:
         """Return the device to train on.

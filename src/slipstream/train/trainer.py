@@ -29,7 +29,7 @@ from slipstream.train.evaluate import evaluate, save_evaluation, standard_scenar
 from slipstream.train.folder import RunFolder
 from slipstream.train.loggers import Logger, make_loggers
 from slipstream.train.performance import PerformanceMonitor
-from slipstream.train.schedule import learning_rate_factor
+from slipstream.train.schedule import collision_penalty, learning_rate_factor
 from slipstream.train.settings import TrainSettings
 from slipstream.train.startup import require_memory, seed_everything
 
@@ -76,9 +76,14 @@ class Trainer:
         *,
         loggers: Sequence[Logger] = (),
     ) -> None:
-        self.settings, self.folder, self._on_iteration = settings, folder, on_iteration
-        self._own_loggers = list(loggers)
         settings.check()
+        # A run that is resumed on another machine must not silently compute in another precision.
+        algo = dataclasses.replace(settings.algo, precision=settings.precision())
+        settings = dataclasses.replace(settings, algo=algo)
+        self.settings = settings
+        self.folder = folder
+        self._on_iteration = on_iteration
+        self._own_loggers = list(loggers)
         require_memory(settings)
         device = settings.torch_device()
         seed_everything(settings.seed)
@@ -317,7 +322,7 @@ def _make_collector(settings: TrainSettings, env: NavigationEnv, policy: NavRLPo
     """Return what yields rollouts, by the plan that the settings ask for."""
 
     def set_penalty(rollout: int) -> None:
-        env.simulation.collision_penalty = settings.collision_penalty(rollout)
+        env.simulation.collision_penalty = collision_penalty(settings, rollout)
 
     collector: Any = SerialCollector(env, policy, settings.algo.training_frame_num, before_rollout=set_penalty)
     if settings.use_pipelined_collector:
