@@ -154,6 +154,17 @@ def test_a_signal_finishes_the_iteration_saves_and_says_how_to_resume(number, tm
     assert [row["iteration"] for row in rows] == list(range(1, done + 3))
 
 
+def test_a_stopped_run_prints_json_and_an_exit_code_that_ends_a_chain_of_commands(tmp_path, start):
+    process = start(*SMALL, "name=x", "max_frame_num=1e9", "--json")
+    wait_for(tmp_path / "runs/x/checkpoints/checkpoint_iter_1.slip", process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate()
+    assert process.returncode == 143, err
+    document = json.loads(out)
+    done = read_metrics(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
+    assert document == {"run": "runs/x", "stopped": "SIGTERM", "iterations": done, "env_frames": 16 * 8 * done}
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path, train):
     train("straight")
     run = tmp_path / "killed"

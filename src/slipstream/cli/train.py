@@ -158,6 +158,9 @@ def _show_log(screen: Any) -> None:
     from rich.logging import RichHandler  # noqa: PLC0415
 
     log = logging.getLogger("slipstream")
-    if not log.handlers:
-        log.addHandler(RichHandler(console=screen, show_path=False, show_level=False))
-        log.setLevel(logging.INFO)
+    # An earlier command in the same process may have printed to another stream.
+    for handler in log.handlers.copy():
+        if isinstance(handler, RichHandler):
+            log.removeHandler(handler)
+    log.addHandler(RichHandler(console=screen, show_path=False, show_level=False))
+    log.setLevel(logging.INFO)
