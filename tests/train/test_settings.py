@@ -98,8 +98,8 @@ def test_a_config_file_that_is_none_is_refused(tmp_path):
             load_yaml(tmp_path / "config.yaml")
 
 
-def test_a_group_of_a_run_that_is_resumed_cannot_be_chosen_anew():
-    with pytest.raises(ConfigurationError, match="chooses a group of settings anew"):
+def test_a_group_of_a_run_that_is_resumed_cannot_be_replaced():
+    with pytest.raises(ConfigurationError, match="replaces a group of settings"):
         override_settings(compose_settings(), ["preset=quick"])
 
 
@@ -137,6 +137,15 @@ def test_settings_with_something_missing_say_what():
     del values["env"]["num_envs"]
     with pytest.raises(ConfigurationError, match=r"env\.num_envs"):
         settings_from(values)
+
+
+def test_a_run_of_a_version_without_the_newer_settings_has_what_that_version_did():
+    values = dataclasses.asdict(compose_settings())
+    for name in ("num_maps", "inside_starts", "centred_reward", "collision_penalty", "danger_weight"):
+        del values["env"][name]
+    for name in ("mirror", "mirror_coefficient", "precision"):
+        del values["algo"][name]
+    assert settings_from(values) == compose_settings(["preset=navrl"])
 
 
 def test_a_run_without_a_name_is_called_by_the_time(tmp_path):

@@ -1,4 +1,7 @@
-"""The groups of settings, with NavRL's names. Their values and what they mean are in ``conf/<group>/*.yaml``."""
+"""The groups of settings, with NavRL's names. Their values and what they mean are in ``conf/<group>/*.yaml``.
+
+A setting that is added later needs a default here: what earlier versions did. Their runs do not have it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class SensorSettings:
-    """The range finder; see ``conf/sensor``."""
+    """The LiDAR; see ``conf/sensor``."""
 
     lidar_range: float
     lidar_vfov: list[float]
@@ -15,22 +18,22 @@ class SensorSettings:
     lidar_hres: float
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EnvSettings:
-    """Drones, the field they fly in, and their episodes; see ``conf/env``."""
+    """Drones, their field and their episodes; see ``conf/env``."""
 
     num_envs: int
     num_obstacles: int
     max_episode_length: int
     map_seed: int
-    num_maps: int
+    num_maps: int = 1
     start: str
-    inside_starts: float
-    centred_reward: bool
-    collision_penalty: float
-    collision_penalty_start: float
-    collision_penalty_ramp: float
-    danger_weight: float
+    inside_starts: float = 0.0
+    centred_reward: bool = False
+    collision_penalty: float = 0.0
+    collision_penalty_start: float = 0.0
+    collision_penalty_ramp: float = 0.0
+    danger_weight: float = 0.0
     goal_truncates: bool
     random_clocks: bool
     compile: str
@@ -38,7 +41,7 @@ class EnvSettings:
 
 @dataclass
 class EnvDynSettings:
-    """Obstacles that move; see ``conf/env_dyn``."""
+    """Moving obstacles; see ``conf/env_dyn``."""
 
     num_obstacles: int
     vel_range: list[float]
@@ -47,7 +50,7 @@ class EnvDynSettings:
 
 @dataclass
 class SimSettings:
-    """How drones fly; see ``conf/sim``."""
+    """Dynamics of the drones; see ``conf/sim``."""
 
     dynamics: str
     dt: float
@@ -70,7 +73,7 @@ class HeadSettings:
     clip_ratio: float
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AlgoSettings:
     """PPO; see ``conf/algo`` and `PPOConfig`."""
 
@@ -88,9 +91,9 @@ class AlgoSettings:
     value_norm_beta: float
     max_importance_weight: float
     learning_rate_schedule: str
-    mirror: bool
-    mirror_coefficient: float
-    precision: str
+    mirror: bool = False
+    mirror_coefficient: float = 3.0
+    precision: str = "float32"
     navrl_compat: bool
     compile: bool
 

@@ -1,6 +1,6 @@
-"""What a training is set to: Hydra's groups with NavRL's names, checked, as objects with types.
+"""The settings of a training: Hydra's groups with NavRL's names, as typed and validated objects.
 
-The values are in ``conf/*.yaml`` beside this module; here is what kind each of them is.
+The default values are in ``conf/*.yaml`` beside this module.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ CONF = Path(__file__).with_name("conf")
 MAX_SEED = 2**63 - 1
 GROUPS = tuple(sorted(path.name for path in CONF.iterdir() if path.is_dir()))
 
-_BFLOAT16_CHECKS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of torch.cpu, in most versions
+# Functions of torch.cpu, which some versions do not have.
+_BFLOAT16_CHECKS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 
-_SETTING_OF = {  # where a field of NavigationConfig comes from, for those who have only seen settings
+# The setting that a field of NavigationConfig comes from: errors name what the user has written.
+_SETTING_OF = {
     "num_envs": "env.num_envs",
     "num_static_obstacles": "env.num_obstacles",
     "num_dynamic_obstacles": "env_dyn.num_obstacles",
@@ -72,10 +74,10 @@ _SETTING_OF = {  # where a field of NavigationConfig comes from, for those who h
 
 @dataclass
 class TrainSettings:
-    """All that a training is set to; see ``conf/train.yaml`` for what each value means.
+    """All settings of a training; ``conf/train.yaml`` describes each value.
 
     Raises:
-        ConfigurationError: From `check`, if a value makes no sense; says which and why.
+        ConfigurationError: From `check`, if a value is invalid; says which and why.
     """
 
     sensor: SensorSettings
@@ -109,19 +111,19 @@ class TrainSettings:
 
     @property
     def frames_per_iteration(self) -> int:
-        """How many steps of all environments together make a rollout."""
+        """How many steps a rollout contains, of all environments together."""
         return self.env.num_envs * self.algo.training_frame_num
 
     @property
     def num_iterations(self) -> int:
-        """After how many iterations there have been `max_frame_num` frames."""
+        """How many iterations it takes to reach `max_frame_num` frames."""
         return max(1, math.ceil(self.max_frame_num / self.frames_per_iteration))
 
     def navigation(self, **changes: Any) -> NavigationConfig:
         """Return the simulation's configuration, with other values for some of its fields.
 
         Raises:
-            ConfigurationError: If a value makes no sense.
+            ConfigurationError: If a value is invalid.
         """
         sensor, env, moving = self.sensor, self.env, self.env_dyn
         beams = 360.0 / sensor.lidar_hres if sensor.lidar_hres > 0 else 0.0
@@ -164,7 +166,7 @@ class TrainSettings:
         """Return PPO's configuration.
 
         Raises:
-            ConfigurationError: If a value makes no sense.
+            ConfigurationError: If a value is invalid.
         """
         algo = self.algo
         same = {field.name for field in dataclasses.fields(PPOConfig)} & set(vars(algo))
@@ -181,7 +183,7 @@ class TrainSettings:
             raise ConfigurationError(f"algo.{error}") from error
 
     def precision(self) -> Precision:
-        """Return what features are computed in; bfloat16 by ``auto`` only on a CPU that has instructions for it."""
+        """Return the precision of features; ``auto`` is bfloat16 on a CPU that has instructions for it."""
         if self.algo.precision == "auto" and self.torch_device().type != "cpu":
             return "float32"
         return resolve_precision(self.algo.precision)
@@ -190,7 +192,7 @@ class TrainSettings:
         """Return the device to train on.
 
         Raises:
-            ConfigurationError: If there is no such device here.
+            ConfigurationError: If the device is not available.
         """
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -204,10 +206,10 @@ class TrainSettings:
         return device
 
     def check(self) -> None:
-        """Make all that is made of these settings, so that nothing is written before they are known to fit.
+        """Validate all settings. Call it before anything is written.
 
         Raises:
-            ConfigurationError: If a value makes no sense; says which and why.
+            ConfigurationError: If a value is invalid; says which and why.
         """
         least = {
             "seed": 0,
@@ -251,7 +253,7 @@ class TrainSettings:
 
 
 def resolve_precision(precision: str) -> Precision:
-    """Return what features are computed in: for ``auto``, bfloat16 if the CPU has instructions for it, else float32."""
+    """Return the precision of features; ``auto`` is bfloat16 if the CPU has instructions for it, else float32."""
     if precision != "auto":
         return cast("Precision", precision)
     checks = (getattr(torch.cpu, name, None) for name in _BFLOAT16_CHECKS)
@@ -259,13 +261,13 @@ def resolve_precision(precision: str) -> Precision:
 
 
 def compose_settings(overrides: Sequence[str] = ()) -> TrainSettings:
-    """Return the settings for a command line's overrides.
+    """Return the settings for the overrides of a command line.
 
     Args:
         overrides: Such as ``["preset=quick", "env.num_envs=64"]``.
 
     Raises:
-        ConfigurationError: If there is no such setting, or the value is not of its kind; says what there is.
+        ConfigurationError: If a setting does not exist or its value is invalid; suggests similar names.
 
     Example:
         >>> compose_settings(["preset=quick", "env.num_envs=64"]).env.num_envs
@@ -284,10 +286,12 @@ def compose_settings(overrides: Sequence[str] = ()) -> TrainSettings:
 
 
 def settings_from(values: Mapping[str, Any] | DictConfig, source: str = "the configuration") -> TrainSettings:
-    """Return settings from nested values, such as those that a run's ``config.yaml`` holds.
+    """Return settings from nested values, such as those of a run's ``config.yaml``.
+
+    Settings that were added later have a default, so that the runs of older versions can be resumed.
 
     Raises:
-        ConfigurationError: If something is missing, unknown, or of another kind.
+        ConfigurationError: If a setting is missing or unknown, or has another type.
     """
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TrainSettings), cast("DictConfig", values))
@@ -295,24 +299,25 @@ def settings_from(values: Mapping[str, Any] | DictConfig, source: str = "the con
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         raise ConfigurationError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
-    settings.env.compile = settings.env.compile.lower()  # env.compile=False is a bool to YAML, and 'False' here
+    # env.compile=False is a bool in YAML, and becomes 'False' here.
+    settings.env.compile = settings.env.compile.lower()
     settings.check()
     return settings
 
 
 def override_settings(settings: TrainSettings, overrides: Sequence[str]) -> TrainSettings:
-    """Return settings with some values replaced, for going on with a run.
+    """Return settings with some values replaced, to resume a run or to evaluate it differently.
 
     Raises:
-        ConfigurationError: If there is no such setting, or a whole group is replaced.
+        ConfigurationError: If a setting does not exist, or a whole group is replaced.
     """
     values = OmegaConf.create(dataclasses.asdict(settings))
     for override in parse_overrides(overrides):
         _check_known(override, values)
         if override.key_or_group in GROUPS:
             raise ConfigurationError(
-                f"{override.input_line} chooses a group of settings anew, but those of a run that is resumed stay: "
-                "override single ones, such as max_frame_num"
+                f"{override.input_line} replaces a group of settings, but an existing run keeps its groups: "
+                "override single settings, such as max_frame_num"
             )
         OmegaConf.update(values, override.key_or_group, override.value())
     return settings_from(values)
@@ -324,10 +329,10 @@ def to_yaml(settings: TrainSettings) -> str:
 
 
 def load_yaml(path: Path) -> TrainSettings:
-    """Return the settings that a run's ``config.yaml`` holds.
+    """Return the settings in the ``config.yaml`` of a run.
 
     Raises:
-        ConfigurationError: If it is not such a file.
+        ConfigurationError: If the file is not valid.
     """
     try:
         values = OmegaConf.load(path)
@@ -336,15 +341,15 @@ def load_yaml(path: Path) -> TrainSettings:
             raise
         raise ConfigurationError(f"{path} is not YAML: {_first_line(error)}") from error
     if not isinstance(values, DictConfig):
-        raise ConfigurationError(f"{path} holds no settings")
+        raise ConfigurationError(f"{path} contains no settings")
     return settings_from(values, str(path))
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Return what a command line overrides.
+    """Parse the overrides of a command line.
 
     Raises:
-        ConfigurationError: If something is not of the form ``key=value``.
+        ConfigurationError: If one is not of the form ``key=value``.
     """
     try:
         parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
