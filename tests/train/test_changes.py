@@ -7,7 +7,7 @@ import pytest
 
 from slipstream import ConfigurationError
 from slipstream.train.changes import FIXED, FREE, RECORDED, require_resumable, rule_of, schedule_note
-from slipstream.train.settings import flatten
+from slipstream.train.settings import compose_settings, flatten
 from tests.train.conftest import small
 
 RUN = Path("runs/first")
@@ -41,8 +41,13 @@ def test_a_setting_that_makes_it_another_experiment_is_refused_with_both_values(
         require_resumable(RUN, before, small(override))
     message = str(caught.value)
     assert message.startswith(f"runs/first cannot be resumed with {name}={value.replace(',', ', ')} (the run has ")
-    assert "start a new run with another name=" in message
+    assert message.endswith("resume=runs/first alone keeps its settings, another name= starts a new run")
     assert "\n" not in message
+
+
+def test_many_differences_are_summarised():
+    with pytest.raises(ConfigurationError, match=r"\(the run has .* and \d+ more: that is another experiment"):
+        require_resumable(RUN, dataclasses.asdict(compose_settings()), small())
 
 
 def test_settings_of_learning_may_change_and_are_returned():

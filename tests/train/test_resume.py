@@ -132,6 +132,16 @@ def test_a_trainer_does_not_start_over_beside_the_checkpoints_of_another_run(tmp
     assert iterations(tmp_path / "x") == [1, 2]
 
 
+def test_a_run_without_a_checkpoint_starts_over_with_any_settings(tmp_path, train):
+    train("x", "name=x", f"run_dir={tmp_path}", until=2)
+    for path in (tmp_path / "x/checkpoints").iterdir():
+        path.unlink()
+    trainer = resume(f"resume={tmp_path / 'x'}", "env.num_envs=8")
+    assert iterations(tmp_path / "x") == list(range(1, 13))
+    assert RunFolder(tmp_path / "x").settings() == trainer.settings
+    assert not (tmp_path / "x/changes.jsonl").exists()
+
+
 def test_evaluations_of_iterations_after_the_checkpoint_are_deleted_and_repeated(tmp_path, train):
     train("x", "eval_interval=1", "eval_episodes=2", until=4)
     for iteration in (3, 4):

@@ -16,6 +16,8 @@ from slipstream.errors import ConfigurationError
 from slipstream.train.schedule import collision_penalty, learning_rate_factor
 from slipstream.train.settings import TrainSettings, flatten
 
+_MAX_LISTED = 4
+
 Rule = Literal["fixed", "recorded", "free"]
 
 # The experiment: a run with another value is a different run. Every setting must be in exactly one of the three lists.
@@ -173,9 +175,12 @@ def require_resumable(run: Path, before: Mapping[str, Any], after: TrainSettings
         if rule == "fixed" and change.name != "name":
             refused.append(f"{change.name}={change.after} (the run has {change.before})")
     if refused:
+        more = ""
+        if len(refused) > _MAX_LISTED:
+            more = f" and {len(refused) - _MAX_LISTED} more"
         raise ConfigurationError(
-            f"{run} cannot be resumed with {', '.join(refused)}: that is another experiment; "
-            "remove the override, or start a new run with another name="
+            f"{run} cannot be resumed with {', '.join(refused[:_MAX_LISTED])}{more}: that is another experiment; "
+            f"resume={run} alone keeps its settings, another name= starts a new run"
         )
     return recorded
 
