@@ -143,7 +143,7 @@ def test_a_run_of_a_version_without_the_newer_settings_has_what_that_version_did
     values = dataclasses.asdict(compose_settings())
     for name in ("num_maps", "inside_starts", "centred_reward", "collision_penalty", "danger_weight"):
         del values["env"][name]
-    for name in ("mirror", "mirror_coefficient", "precision"):
+    for name in ("mirror", "mirror_coefficient", "precision", "update_threads"):
         del values["algo"][name]
     assert settings_from(values) == compose_settings(["preset=navrl"])
 

@@ -76,6 +76,7 @@ RECORDED = frozenset(
         "algo.mirror",
         "algo.mirror_coefficient",
         "algo.precision",
+        "algo.update_threads",
         "algo.compile",
         "env.compile",
         "device",

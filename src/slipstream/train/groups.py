@@ -94,6 +94,7 @@ class AlgoSettings:
     mirror: bool = False
     mirror_coefficient: float = 3.0
     precision: str = "float32"
+    update_threads: int = 1
     navrl_compat: bool
     compile: bool
 
