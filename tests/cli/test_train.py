@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,10 +39,10 @@ def test_a_run_that_is_complete_says_so_and_goes_on_if_asked_to(run, slipstream,
     copy = shutil.copytree(run, tmp_path / "first", symlinks=True)
     again = slipstream("train", f"resume={copy}", "--no-evaluate")
     assert again.code == 0
-    assert "after iteration 6" in again.out
+    assert f"resuming {copy} from iteration 6" in again.out
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 6
     more = slipstream("train", f"resume={copy}", f"max_frame_num={16 * 8 * 7}", "--no-evaluate", "--json")
-    assert json.loads(more.out) == {"run": str(copy)}
+    assert json.loads(more.out) == {"run": str(copy), "stopped": None, "iterations": 7, "env_frames": 16 * 8 * 7}
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 7
 
 
@@ -55,10 +57,13 @@ def test_settings_can_be_looked_at_without_training(slipstream, tmp_path):
     ("arguments", "sentence"),
     [
         (["env.num_env=4"], "there is no setting 'env.num_env'; did you mean env.num_envs"),
-        (["resume=nowhere"], "nowhere is not a folder, expected that of a run"),
+        (["resume=nowhere"], "nowhere is not a folder, expected the folder of a run"),
         (["env.num_envs=1000000000"], "GB of memory are free"),
         (["preset=quick", "env.num_obstacles=100000"], "expected at most 5000 boxes"),
-        (["device=cuda:99"], "device is 'cuda:99', which is not to be had here"),
+        (["device=cuda:99"], "device 'cuda:99' is not available"),
+        (["device=meta"], "device 'meta' is not available"),
+        (["name=.."], "name is '..', expected the name of a folder"),
+        ([f"seed={2**64}"], f"seed is {2**64}, expected a whole number"),
     ],
 )
 def test_bad_input_is_one_sentence_exit_code_2_and_nothing_written(arguments, sentence, slipstream, tmp_path):
@@ -74,8 +79,44 @@ def test_a_run_of_the_same_name_is_not_overwritten(run, slipstream):
     before = (run / "config.yaml").read_text()
     failed = slipstream("train", *SMALL, "name=first", f"run_dir={run.parent}")
     assert failed.code == 2
-    assert f"resume={run} goes on with it" in failed.err
+    assert f"resume it with resume={run}" in failed.err
     assert (run / "config.yaml").read_text() == before
+
+
+def test_weights_and_biases_without_a_key_is_one_sentence_and_leaves_nothing(tmp_path):
+    pytest.importorskip("wandb")
+    command = [sys.executable, "-m", "slipstream", "train", *SMALL, "name=x", "wandb.mode=online"]
+    known = ("WANDB_API_KEY", "WANDB_MODE", "NETRC")
+    environment = {name: value for name, value in os.environ.items() if name not in known}
+    environment["HOME"] = str(tmp_path)
+    failed = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 2
+    assert "wandb.mode=online failed: No API key configured" in failed.stderr
+    assert "wandb.mode=offline needs no account" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert not (tmp_path / "runs/x").exists()
+
+
+def test_a_run_is_resumed_by_the_link_to_the_last_one(run, slipstream, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "first", symlinks=True)
+    (tmp_path / "last").symlink_to("first")
+    for _ in range(2):
+        again = slipstream("train", f"resume={tmp_path / 'last'}", "--no-evaluate")
+        assert again.code == 0, again.err
+        assert f"resuming {copy} from iteration 6" in again.out
+        assert (tmp_path / "last").resolve() == copy
+
+
+def test_a_refused_resume_is_one_sentence_and_keeps_the_settings(run, slipstream):
+    before = (run / "config.yaml").read_text()
+    for override in ("env.num_envs=32", "env.map_seed=3", "sim.dt=0.05", "seed=1", "name=other"):
+        failed = slipstream("train", f"resume={run}", override)
+        assert failed.code == 2
+        assert override in failed.err
+        assert failed.err.count("\n") == 1
+        assert (run / "config.yaml").read_text() == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -153,6 +194,28 @@ def test_a_policy_that_was_exported_lies_in_its_run(run, slipstream, tmp_path):
     assert (copy / "policy.onnx").exists()
     assert (copy / "policy.ts").exists()
     assert "within" in done.out
+
+
+def test_a_policy_is_exported_into_a_folder_or_under_a_name(run, slipstream, tmp_path):
+    (tmp_path / "robot").mkdir()
+    for output, path in {
+        tmp_path / "robot": "robot/policy.ts",
+        f"{tmp_path}/robot/.": "robot/policy.ts",
+        tmp_path / "new/pilot": "new/pilot.ts",
+        tmp_path / "pilot.ts": "pilot.ts",
+        tmp_path / "pilot.onnx": "pilot.ts",
+    }.items():
+        exported = slipstream.json("export", run, "--format", "torchscript", "--output", output)
+        assert exported["files"][0]["path"] == str(tmp_path / path)
+        (tmp_path / path).unlink()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_policy_is_exported_into_the_current_folder(run, tmp_path):
+    command = [sys.executable, "-m", "slipstream", "export", str(run), "--format", "torchscript", "--output", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["policy.ts"]
 
 
 def test_a_checkpoint_of_a_run_holds_its_settings_so_it_can_be_evaluated_anywhere(run, slipstream, tmp_path):

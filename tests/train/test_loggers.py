@@ -47,6 +47,18 @@ def test_tensorboard_reads_what_was_logged_and_not_what_a_resumed_run_overtook(t
     ]  # fmt: skip
 
 
+def test_tensorboard_does_not_show_what_a_run_logged_before_it_died_without_a_checkpoint(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for value in (10.0, 20.0):
+        logger = TensorBoardLogger(tmp_path / "tb", 1)
+        for iteration in (1, 2):
+            logger.log({"train/stats.return": value}, iteration)
+        logger.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/stats.return")] == [(1, 20.0), (2, 20.0)]
+
+
 def test_weights_and_biases_is_offline_unless_asked(tmp_path):
     pytest.importorskip("wandb")
     script = f"""

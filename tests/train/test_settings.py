@@ -8,7 +8,7 @@ from slipstream import ConfigurationError, NavigationConfig, PPOConfig
 from slipstream.train.folder import RunFolder
 from slipstream.train.settings import compose_settings, load_yaml, override_settings, settings_from, to_yaml
 from slipstream.train.startup import open_run
-from tests.train.conftest import small
+from tests.train.conftest import SMALL, small
 
 
 def test_without_overrides_the_settings_are_those_of_navrl():
@@ -76,7 +76,12 @@ def test_settings_survive_yaml(tmp_path):
         ("save_compression_level=13", "save_compression_level is 13, expected a whole number from 0 to 12"),
         ("seed=-1", "seed is -1, expected a number of at least 0"),
         ("max_frame_num=inf", "max_frame_num is inf, expected a number of at least 1"),
-        ("device=tpu9", "device is 'tpu9', which is not to be had here"),
+        ("device=tpu9", "device 'tpu9' is not available"),
+        ("device=meta", "device 'meta' is not available"),
+        ("name=..", "name is '..', expected the name of a folder"),
+        ("name=.", "name is '.', expected the name of a folder"),
+        (f"seed={2**64}", f"seed is {2**64}, expected a whole number from 0 to"),
+        (f"env.map_seed={2**64}", f"env.map_seed is {2**64}, expected a whole number from 0 to"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_one_sentence_that_says_which_and_why(override, sentence):
@@ -93,8 +98,8 @@ def test_a_config_file_that_is_none_is_refused(tmp_path):
             load_yaml(tmp_path / "config.yaml")
 
 
-def test_a_group_of_a_run_that_is_resumed_cannot_be_chosen_anew():
-    with pytest.raises(ConfigurationError, match="chooses a group of settings anew"):
+def test_a_group_of_a_run_that_is_resumed_cannot_be_replaced():
+    with pytest.raises(ConfigurationError, match="replaces a group of settings"):
         override_settings(compose_settings(), ["preset=quick"])
 
 
@@ -106,10 +111,13 @@ def test_a_run_is_found_by_its_folder_or_by_its_name(tmp_path, train):
     assert settings.max_frame_num == 5000
     assert settings.env.num_envs == 16
     command = [f"{key}={value}" for key, value in (("run_dir", tmp_path), ("name", "x"))]
-    with pytest.raises(ConfigurationError, match=r"holds a run already: resume=.*x goes on with it"):
+    with pytest.raises(ConfigurationError, match=r"already contains a run: resume it with resume=.*x, or choose"):
         open_run([*command])
-    with pytest.raises(ConfigurationError, match="was begun with other settings of .*env"):
-        open_run([*command, "resume=auto"])
+    settings, folder, is_resumed = open_run([*SMALL, *command, "resume=auto"])
+    assert is_resumed
+    assert folder.path == tmp_path / "x"
+    with pytest.raises(ConfigurationError, match=r"resume=auto needs the name of the run"):
+        open_run(["resume=auto"])
     settings, _, is_resumed = open_run([*command[:1], "name=y", "resume=auto"])
     assert not is_resumed
     assert settings.name == "y"
@@ -118,7 +126,7 @@ def test_a_run_is_found_by_its_folder_or_by_its_name(tmp_path, train):
 
 def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigurationError, match=r"empty holds no config\.yaml, so it is not the folder of a run"):
+    with pytest.raises(ConfigurationError, match=r"empty has no config\.yaml, so it is not the folder of a run"):
         open_run([f"resume={tmp_path / 'empty'}"])
     with pytest.raises(ConfigurationError, match="missing is not a folder"):
         open_run([f"resume={tmp_path / 'missing'}"])
@@ -129,6 +137,15 @@ def test_settings_with_something_missing_say_what():
     del values["env"]["num_envs"]
     with pytest.raises(ConfigurationError, match=r"env\.num_envs"):
         settings_from(values)
+
+
+def test_a_run_of_a_version_without_the_newer_settings_has_what_that_version_did():
+    values = dataclasses.asdict(compose_settings())
+    for name in ("num_maps", "inside_starts", "centred_reward", "collision_penalty", "danger_weight"):
+        del values["env"][name]
+    for name in ("mirror", "mirror_coefficient", "precision", "update_threads"):
+        del values["algo"][name]
+    assert settings_from(values) == compose_settings(["preset=navrl"])
 
 
 def test_a_run_without_a_name_is_called_by_the_time(tmp_path):

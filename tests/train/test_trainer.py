@@ -142,16 +142,27 @@ def test_a_signal_finishes_the_iteration_saves_and_says_how_to_resume(number, tm
     wait_for(tmp_path / "runs/x/rollouts/rollout_000003.slip", process)
     process.send_signal(number)
     out, err = process.communicate()
-    assert process.returncode == 0, err
-    assert "To go on: slipstream train resume=runs/x" in " ".join(out.split())
+    assert process.returncode == 128 + number, err
+    assert "To resume: slipstream train resume=runs/x" in " ".join(out.split())
     done = read_metrics(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
     assert (tmp_path / f"runs/x/checkpoints/checkpoint_iter_{done}.slip").exists()
     resumed = start("resume=runs/x", f"max_frame_num={16 * 8 * (done + 2)}", "--no-evaluate")
     out, err = resumed.communicate()
     assert resumed.returncode == 0, err
-    assert f"after iteration {done}" in " ".join(out.split())
+    assert f"resuming runs/x from iteration {done}" in " ".join(out.split())
     rows = read_metrics(tmp_path / "runs/x/metrics.jsonl")
     assert [row["iteration"] for row in rows] == list(range(1, done + 3))
+
+
+def test_a_stopped_run_prints_json_and_an_exit_code_that_ends_a_chain_of_commands(tmp_path, start):
+    process = start(*SMALL, "name=x", "max_frame_num=1e9", "--json")
+    wait_for(tmp_path / "runs/x/checkpoints/checkpoint_iter_1.slip", process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate()
+    assert process.returncode == 143, err
+    document = json.loads(out)
+    done = read_metrics(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
+    assert document == {"run": "runs/x", "stopped": "SIGTERM", "iterations": done, "env_frames": 16 * 8 * done}
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path, train):
@@ -247,7 +258,9 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
 def test_a_checkpoint_of_another_number_of_environments_is_refused_in_one_sentence(tmp_path, train):
     train("x", until=1)
     trainer = Trainer(small("env.num_envs=8"), RunFolder(tmp_path / "x"))
-    with pytest.raises(ConfigurationError, match=r"x cannot be resumed.*\(16") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"x cannot be resumed with env\.num_envs=8 \(the run has 16\)"
+    ) as caught:
         trainer.restore()
     assert "\n" not in str(caught.value)
     trainer.close()
@@ -272,6 +285,7 @@ def test_a_folder_whose_settings_cannot_be_written_is_not_left_behind(tmp_path, 
         raise DiskFullError(28, f"cannot write {path}: No space left on device")
 
     monkeypatch.setattr("slipstream.train.folder.atomic_write", fail)
-    with pytest.raises(DiskFullError, match="No space left"):
-        Trainer(small(), RunFolder(tmp_path / "x"))
+    trainer = Trainer(small(), RunFolder(tmp_path / "x"))
+    with contextlib.closing(trainer), pytest.raises(DiskFullError, match="No space left"):
+        trainer.run()
     assert not list(tmp_path.iterdir())

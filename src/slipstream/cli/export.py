@@ -1,4 +1,4 @@
-"""``slipstream export``: a policy as ONNX or TorchScript, for the robot."""
+"""``slipstream export``: write a policy as ONNX or TorchScript, for a robot."""
 
 from __future__ import annotations
 
@@ -21,28 +21,26 @@ def export(
         list[str] | None, typer.Option("--format", help="onnx or torchscript; may be repeated. Both by default.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="The file, without suffix; policy in the run's folder by default.")
+        Path | None,
+        typer.Option(help="A file name without suffix, or an existing folder; the run's folder by default."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write a policy in a form that needs no Slipstream: lidar, dynamic_obstacle, state to velocities in m/s.
+    """Export a policy to a file that does not need Slipstream: lidar, dynamic_obstacle and state to velocities in m/s.
 
-    Each file is checked against the policy before it is kept. The velocity is the mean action, in the goal frame.
+    Each file is compared with the policy before it is kept. The velocity is the mean action, in goal coordinates.
     """
     from slipstream.cli.output import print_json, print_lines  # noqa: PLC0415 - keeps --help quick
-    from slipstream.train.export import SUFFIXES, export_policy  # noqa: PLC0415
+    from slipstream.train.export import SUFFIXES, export_policy, output_path  # noqa: PLC0415
     from slipstream.train.policy import load_policy  # noqa: PLC0415
 
-    kinds = list(dict.fromkeys(format or SUFFIXES))
-    for kind in kinds:
+    chosen = format or list(SUFFIXES)
+    for kind in chosen:
         require_choice("--format", kind, list(SUFFIXES))
     loaded = load_policy(checkpoint)
-    base = output or (loaded.run or loaded.path.parent) / "policy"
-    written = [
-        export_policy(loaded.policy, base.with_name(base.name.removesuffix(suffix) + suffix), kind)
-        for kind, suffix in SUFFIXES.items()
-        if kind in kinds
-    ]
+    base = output or loaded.run or loaded.path.parent
+    kinds = [kind for kind in SUFFIXES if kind in chosen]
+    written = [export_policy(loaded.policy, output_path(base, kind), kind) for kind in kinds]
     if json:
         files = [{**vars(one), "path": str(one.path)} for one in written]
         print_json({"checkpoint": str(loaded.path), "files": files})

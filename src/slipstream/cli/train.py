@@ -1,4 +1,4 @@
-"""``slipstream train``: settings, the loop, a last evaluation, the report, and what came of it."""
+"""``slipstream train``: read settings, train, evaluate, write the report, print a summary."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Settings are Hydra overrides with NavRL's names, such as env.num_envs=1024 env.n
 env_dyn.num_obstacles=80 wandb.mode=offline compress_checkpoint=True; preset=quick learns in minutes on two cores,
 preset=navrl (the default) is the original's training. Everything goes to runs/<name>, and runs/last points to it.
 
-resume=runs/<name> goes on exactly where that run was; Ctrl-C saves and stops.
+resume=runs/<name> continues that run exactly where it was. Ctrl-C and SIGTERM save and stop, with exit code 130 or 143.
 """
 
 
 def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings as key=value.", show_default=False)] = None,
     *,
-    cfg: Annotated[bool, typer.Option("--cfg", help="Print the settings as YAML, and do nothing else.")] = False,
+    cfg: Annotated[bool, typer.Option("--cfg", help="Print the settings as YAML and exit.")] = False,
     evaluate: Annotated[bool, typer.Option(help="Evaluate and report at the end.")] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print what came of it as one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object.")] = False,
 ) -> None:
-    """Train; see `_HELP`, which is what people see."""
+    """Train; `_HELP` is the text that users see."""
     calm_threads()
     from slipstream.train.settings import to_yaml  # noqa: PLC0415 - keeps --help quick
     from slipstream.train.startup import open_run, prepare_process  # noqa: PLC0415
@@ -53,19 +53,25 @@ def train(
     trainer = Trainer(settings, folder, display.update)
     try:
         if is_resumed:
-            screen.print(f"goes on with {folder.path} after iteration {trainer.restore()}")
+            screen.print(f"resuming {folder.path} from iteration {trainer.restore()}")
         else:
-            screen.print(f"begins {folder.path}: {settings.num_iterations} iterations on {settings.torch_device()}")
+            screen.print(f"starting {folder.path}: {settings.num_iterations} iterations on {settings.torch_device()}")
         with display:
             stopped = trainer.run()
+        outcome = _outcome(trainer)
         if stopped is not None:
-            at = f"{trainer.iteration} of {settings.num_iterations} iterations"
-            screen.print(f"Stopped after {at}, all of it saved. To go on: slipstream train resume={folder.path}")
-            return
-        outcome = _finish(trainer, settings, screen) if evaluate else {"run": str(folder.path)}
+            outcome["stopped"] = stopped.name
+        elif evaluate:
+            outcome |= _finish(trainer, settings, screen)
     finally:
         trainer.close()
-    print_json(outcome) if json else print_lines(*_in_words(outcome))
+    if json:
+        print_json(outcome)
+    else:
+        print_lines(*_describe(outcome, settings))
+    if stopped is not None:
+        # As a shell reports a process that the signal ended, so that `train && export` stops here.
+        raise typer.Exit(128 + stopped)
     if not settings.headless and "report" in outcome:
         typer.launch(Path(outcome["report"]).absolute().as_uri())
 
@@ -73,8 +79,18 @@ def train(
 train.__doc__ = _HELP
 
 
+def _outcome(trainer: Trainer) -> dict[str, Any]:
+    """Return what every run reports, stopped or not."""
+    return {
+        "run": str(trainer.folder.path),
+        "stopped": None,
+        "iterations": trainer.iteration,
+        "env_frames": trainer.counters["env_frames"],
+    }
+
+
 def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str, Any]:
-    """Evaluate, report, and return what came of it all."""
+    """Evaluate, write the report, and return the results."""
     from slipstream.cli.evaluate import fly  # noqa: PLC0415 - keeps --help quick
     from slipstream.report.page import write_report  # noqa: PLC0415
     from slipstream.train.evaluate import save_evaluation, standard_scenarios  # noqa: PLC0415
@@ -88,10 +104,7 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str,
     timing = trainer.monitor.get_stats(window=1000)
     seconds = sum(timing[name]["mean"] for name in ("rollout", "update") if name in timing)
     return {
-        "run": str(trainer.folder.path),
         "report": str(report),
-        "iterations": trainer.iteration,
-        "env_frames": trainer.counters["env_frames"],
         "frames_per_s": settings.frames_per_iteration / seconds if seconds else None,
         "checkpoint_stall_ms": trainer.checkpoint_stall_ms(),
         "checkpoint_ratio": trainer.checkpoint_stats()["compression_ratio"],
@@ -108,7 +121,11 @@ def _rollout_ratio(trainer: Trainer) -> float | None:
     return sum(one["raw_bytes"] for one in stats) / stored if stored else None
 
 
-def _in_words(outcome: dict[str, Any]) -> list[str]:
+def _describe(outcome: dict[str, Any], settings: TrainSettings) -> list[str]:
+    """Return the results as lines of text."""
+    if outcome["stopped"]:
+        done = f"{outcome['iterations']} of {settings.num_iterations} iterations"
+        return [f"Stopped after {done}. To resume: slipstream train resume={outcome['run']}"]
     if "evaluation" not in outcome:
         return [f"run                {outcome['run']}"]
     unseen = outcome["evaluation"][0]
@@ -135,12 +152,15 @@ def _in_words(outcome: dict[str, Any]) -> list[str]:
 
 
 def _show_log(screen: Any) -> None:
-    """Show what the library logs, above the live panel."""
+    """Print the log of the library above the live panel."""
     import logging  # noqa: PLC0415 - keeps --help quick
 
     from rich.logging import RichHandler  # noqa: PLC0415
 
     log = logging.getLogger("slipstream")
-    if not log.handlers:
-        log.addHandler(RichHandler(console=screen, show_path=False, show_level=False))
-        log.setLevel(logging.INFO)
+    # An earlier command in the same process may have printed to another stream.
+    for handler in log.handlers.copy():
+        if isinstance(handler, RichHandler):
+            log.removeHandler(handler)
+    log.addHandler(RichHandler(console=screen, show_path=False, show_level=False))
+    log.setLevel(logging.INFO)

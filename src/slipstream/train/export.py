@@ -1,4 +1,4 @@
-"""A policy for the robot: one file that needs neither Slipstream nor, as ONNX, torch; checked before it is kept."""
+"""Export a policy for a robot: one file that needs neither Slipstream nor, as ONNX, torch."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ INPUTS = ("lidar", "dynamic_obstacle", "state")
 OUTPUT = "velocity"
 SUFFIXES: dict[Format, str] = {"onnx": ".onnx", "torchscript": ".ts"}
 TOLERANCE_M_S = 1e-4
-_BATCHES = (1, 7, 64)  # which it is checked on: a robot has one observation, a test has many
+# Batch sizes of the comparison: a robot has one observation at a time, a test has many.
+_BATCHES = (1, 7, 64)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that was written, and how far its actions are from the policy's."""
+    """A file that was written, and the largest difference of its actions from those of the policy."""
 
     path: Path
     kind: Format
@@ -43,12 +44,12 @@ class Exported:
 
 
 class DeployedPolicy(nn.Module):
-    """What flies: ``lidar [n, 1, 36, 4]``, ``dynamic_obstacle [n, 1, 5, 10]``, ``state [n, 8]`` to velocities.
+    """The network to export: ``lidar [n, 1, 36, 4]``, ``dynamic_obstacle [n, 1, 5, 10]``, ``state [n, 8]`` to velocity.
 
-    Velocities are in m/s in the goal frame, ``[n, 3]``: the mean action, as NavRL deploys it. There is no critic.
+    Velocities are in m/s in goal coordinates, ``[n, 3]``: the mean action, as NavRL deploys it. There is no critic.
 
     Args:
-        policy: Whose weights to take; they are copied.
+        policy: The policy whose weights are copied.
     """
 
     def __init__(self, policy: NavRLPolicy) -> None:
@@ -62,17 +63,32 @@ class DeployedPolicy(nn.Module):
         return velocity_from_unit(self.actor(self.feature_extractor(lidar, dynamic_obstacle, state)).mean)
 
 
-def export_policy(policy: NavRLPolicy, path: Path, kind: Format) -> Exported:
-    """Write a policy for deployment. The file appears only once its actions have been compared with the policy's.
+def output_path(output: Path, kind: Format) -> Path:
+    """Return the file to export to: `output` with the suffix of the format, or ``policy`` in it if it is a folder.
 
     Args:
-        policy: What to export.
+        output: An existing folder, or a file name with or without the suffix of any format.
+        kind: The format.
+    """
+    if output.is_dir():
+        output = output / "policy"
+    stem = output.name
+    for suffix in SUFFIXES.values():
+        stem = stem.removesuffix(suffix)
+    return output.with_name(stem + SUFFIXES[kind])
+
+
+def export_policy(policy: NavRLPolicy, path: Path, kind: Format) -> Exported:
+    """Write a policy for deployment. The file appears after its actions have been compared with the policy's.
+
+    Args:
+        policy: The policy to export.
         path: The file to create or replace.
-        kind: ``onnx``, any batch size; or ``torchscript``, for ``torch.jit.load``.
+        kind: ``onnx``, for any batch size; or ``torchscript``, for ``torch.jit.load``.
 
     Raises:
-        ConfigurationError: If there is no such kind, or the exported policy acts otherwise than the policy.
-        ImportError: If ONNX is asked for and not installed.
+        ConfigurationError: If the format is unknown, or the actions differ from those of the policy.
+        ImportError: If the format is ONNX and its libraries are not installed.
         WriteError: If the file cannot be written.
     """
     require_choice("kind", kind, get_args(Format))
@@ -92,7 +108,7 @@ def export_policy(policy: NavRLPolicy, path: Path, kind: Format) -> Exported:
 
 
 def _observations(batch: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Return made-up observations of plausible size."""
+    """Return random observations of a plausible magnitude."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(4 * torch.rand(batch, *OBSERVATION_SHAPES[name], generator=generator) for name in INPUTS)
 
@@ -139,7 +155,7 @@ def _to_onnx(deployed: DeployedPolicy) -> bytes:
 
 
 def _onnx_runner(content: bytes) -> Any:
-    """Return what runs an ONNX file: ONNX Runtime if it is there, else the slow reference of onnx itself."""
+    """Return a function that runs an ONNX file: with ONNX Runtime, or else with the slow reference evaluator."""
     try:
         import onnxruntime  # noqa: PLC0415 - an extra
 
@@ -159,7 +175,7 @@ def _onnx_runner(content: bytes) -> Any:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep exporters' advice to their own developers from ours."""
+    """Silence warnings of the exporters that concern only their developers."""
     names = ("torch.onnx", "onnxscript", "onnx_ir")
     before = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
     with warnings.catch_warnings():

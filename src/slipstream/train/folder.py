@@ -1,18 +1,21 @@
-"""`RunFolder`: where a run keeps everything, and how it is found again."""
+"""`RunFolder`: where the files of a run are, and which process may write them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigurationError, LockedError
-from slipstream.store.local import atomic_write, make_folder, open_regular
+from slipstream.store.local import atomic_write, make_folder, open_regular, sync_folder
 from slipstream.store.lock import FileLock
+from slipstream.train.changes import Change
 from slipstream.train.settings import TrainSettings, load_yaml, to_yaml
 
 LAST = "last"
@@ -21,7 +24,7 @@ LAST = "last"
 class RunFolder:
     """``runs/<name>``: configuration, metrics, checkpoints, rollouts, evaluations and the report of a run.
 
-    One process at a time trains in it: `open` takes a lock that lasts until `release`, or the end of the process.
+    One process at a time trains in it: `claim` takes a lock that lasts until `release`, or the end of the process.
 
     Args:
         path: The folder.
@@ -30,6 +33,7 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
+        self.changes = self.path / "changes.jsonl"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.rollouts = self.path / "rollouts"
@@ -37,80 +41,143 @@ class RunFolder:
         self.evaluations = self.path / "eval"
         self.report = self.path / "report.html"
         self._lock = FileLock(self.path / ".lock")
+        self._is_new = False
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """The name of the run."""
         return self.path.resolve().name
 
     def has_checkpoint(self) -> bool:
-        """Tell whether there is one, sound or not."""
+        """Return whether the run has a checkpoint, intact or not."""
         return self.checkpoints.is_dir() and any(self.checkpoints.glob("checkpoint_iter_*.slip"))
 
     def settings(self) -> TrainSettings:
         """Return the settings of the run.
 
         Raises:
-            ConfigurationError: If this is not a run's folder.
+            ConfigurationError: If this is not the folder of a run.
         """
         if not self.path.is_dir():
-            raise ConfigurationError(f"{self.path} is not a folder, expected that of a run")
+            raise ConfigurationError(f"{self.path} is not a folder, expected the folder of a run")
         if not self.config.is_file():
-            raise ConfigurationError(f"{self.path} holds no config.yaml, so it is not the folder of a run")
+            raise ConfigurationError(f"{self.path} has no config.yaml, so it is not the folder of a run")
         return load_yaml(self.config)
 
-    def open(self, settings: TrainSettings) -> None:
-        """Make the folder if need be, claim it, write the settings, and point ``last`` beside it to it.
+    def claim(self) -> None:
+        """Create the folder if it is missing, and lock it. Writes nothing else; does nothing if it is locked already.
 
         Raises:
             ConfigurationError: If another process trains there.
-            WriteError: If it cannot be made or written to.
+            OSError: If the folder cannot be created.
         """
-        is_new = not self.path.exists()
-        make_folder(self.path)
-        try:
-            self._claim()
-            with atomic_write(self.config) as file:
-                file.write(to_yaml(settings).encode())
-        except BaseException:
-            self.release()
-            if is_new:
-                shutil.rmtree(self.path, ignore_errors=True)
-            raise
-        link = self.path.parent / LAST
-        if link.is_symlink() or not link.exists():
-            temporary = link.with_name(f".{LAST}-{os.getpid()}")
-            with contextlib.suppress(OSError):  # a file system without links: one does without
-                temporary.unlink(missing_ok=True)
-                temporary.symlink_to(self.path.name)
-                temporary.replace(link)
-
-    def _claim(self) -> None:
-        """Keep other processes from training here until this one ends."""
         if self._lock.held:
             return
+        is_new = self._create()
         try:
             self._lock.acquire()
         except LockedError as error:
             raise ConfigurationError(f"{self.path} is in use: another process trains there ({error})") from error
+        self._is_new = is_new
+
+    def _create(self) -> bool:
+        """Create the folder; return False if it exists, or if another process was faster."""
+        make_folder(self.path.parent)
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            return False
+        sync_folder(self.path.parent)
+        return True
+
+    def begin(self, settings: TrainSettings, iteration: int, changes: Sequence[Change] = ()) -> None:
+        """Write the settings, record what changed since the checkpoint, and point ``last`` beside the folder to it.
+
+        Call it after `claim`, when nothing can refuse the settings any more: a run with wrong ones does not resume.
+
+        Args:
+            settings: The settings to train with from now on.
+            iteration: How many iterations are done.
+            changes: What differs from the settings of the checkpoint that is resumed.
+
+        Raises:
+            WriteError: If a file cannot be written.
+        """
+        with atomic_write(self.config) as file:
+            file.write(to_yaml(settings).encode())
+        self._record(iteration, changes)
+        self._link()
+
+    def _record(self, iteration: int, changes: Sequence[Change]) -> None:
+        """Add a line to ``changes.jsonl`` if there are changes."""
+        # Lines of this iteration are from a resume that left no checkpoint. What still applies is in `changes`.
+        forget_after(self.changes, iteration - 1)
+        if not changes:
+            return
+        values = {change.name: {"from": change.before, "to": change.after} for change in changes}
+        rows = []
+        if self.changes.exists():
+            rows = read_metrics(self.changes)
+        _write_rows(self.changes, [*rows, {"iteration": iteration, "changes": values}])
+
+    def _link(self) -> None:
+        """Point ``last`` to this folder."""
+        # The path may be a link itself, or relative to the folder ("."): link the folder that it refers to.
+        real = Path(os.path.realpath(self.path))
+        link = real.parent / LAST
+        if real == link or (link.exists() and not link.is_symlink()):
+            return
+        temporary = link.with_name(f".{LAST}-{os.getpid()}")
+        # Some file systems have no links. Then there is no `last`.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(real.name)
+            temporary.replace(link)
+
+    def forget_after(self, iteration: int) -> None:
+        """Delete the metrics and the evaluations of later iterations: a resumed run repeats those."""
+        forget_after(self.metrics, iteration)
+        if not self.evaluations.is_dir():
+            return
+        for path in self.evaluations.iterdir():
+            match = re.match(r"iter_(\d+)", path.name)
+            if match is not None and int(match[1]) > iteration:
+                path.unlink()
 
     def release(self) -> None:
-        """Let other processes train here."""
+        """Let other processes train here. A folder that `claim` created is removed if the run never began."""
+        # Only while the lock is held: then everything in the folder was written by this process.
+        if self._is_new and self._lock.held and not self.config.exists():
+            shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 
 
 def find_run(settings: TrainSettings) -> RunFolder:
-    """Return the folder for a run, which may not be there yet: that of its name, or of the present time."""
+    """Return the folder for a run, which need not exist: that of its name, or of the current time."""
     parent = Path(settings.run_dir).expanduser()
     if settings.name is not None:
-        return RunFolder(parent / settings.name)
+        return RunFolder(follow_link(parent / settings.name))
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    names = [stamp, *(f"{stamp}-{number}" for number in range(2, 1000))]
-    return RunFolder(next(parent / name for name in names if not (parent / name).exists()))
+    path = parent / stamp
+    number = 1
+    while path.exists():
+        number += 1
+        path = parent / f"{stamp}-{number}"
+    return RunFolder(path)
+
+
+def follow_link(path: Path) -> Path:
+    """Return the folder that a link such as ``runs/last`` points to; another path is returned unchanged.
+
+    The link names another folder as soon as another run starts.
+    """
+    if path.is_symlink():
+        return Path(os.path.realpath(path))
+    return path
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``; what a crash cut off is left out."""
+    """Return the lines of a ``metrics.jsonl``, without what a crash cut off."""
     rows = []
     with open_regular(path) as file:
         for line in file:
@@ -125,8 +192,15 @@ def forget_after(path: Path, iteration: int) -> None:
     """Drop the lines of later iterations from a ``metrics.jsonl``, and what a crash cut off."""
     if not path.exists():
         return
-    kept = [
-        row for row in read_metrics(path) if isinstance(row.get("iteration"), int) and row["iteration"] <= iteration
-    ]
+    kept = []
+    for row in read_metrics(path):
+        number = row.get("iteration")
+        if isinstance(number, int) and number <= iteration:
+            kept.append(row)
+    _write_rows(path, kept)
+
+
+def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    lines = [json.dumps(row) + "\n" for row in rows]
     with atomic_write(path) as file:
-        file.write(b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+        file.write("".join(lines).encode())

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: a JSON line an iteration always, TensorBoard and Weights & Biases besides."""
+"""Loggers for the metrics of a run: always JSON lines, optionally TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from slipstream.errors import ConfigurationError
 from slipstream.text import install_hint
 from slipstream.train.folder import RunFolder
-from slipstream.train.settings import TrainSettings, WandbSettings
+from slipstream.train.groups import WandbSettings
+from slipstream.train.settings import TrainSettings
 
 logger = logging.getLogger(__name__)
 
 
 class Logger(Protocol):
-    """Takes the numbers of an iteration. That is all that a logger of your own needs; `close` ends it."""
+    """Receives the metrics of each iteration. A custom logger needs only these two methods."""
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
-        """Keep the numbers of an iteration; keys are names such as ``train/stats.return``."""
+        """Log the metrics of an iteration; keys are names such as ``train/stats.return``."""
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Flush and close."""
 
 
 class JsonlLogger:
-    """One JSON object a line. A line is in the file as soon as `log` returns, also if the process is killed then.
+    """One JSON object per line. A line is in the file when `log` returns, also if the process is killed then.
 
     Args:
-        path: The file, which is appended to.
+        path: The file to append to.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
-        """Append a line. Values that are not finite, which JSON does not know, become null."""
+        """Append a line. NaN and infinity, which JSON does not have, become null."""
         row = {"iteration": iteration, **{key: _plain(value) for key, value in values.items()}}
         self._file.write(json.dumps(row).encode() + b"\n")
 
@@ -51,17 +53,20 @@ class JsonlLogger:
 
 
 class TensorBoardLogger:
-    """TensorBoard's event files.
+    """Event files for TensorBoard.
 
     Args:
-        folder: Where they go.
-        first: The first iteration to be logged: of a run that is resumed, TensorBoard hides what came after.
+        folder: The folder for the event files.
+        first: The first iteration that will be logged. TensorBoard hides this one and later ones of older files, which
+            a run logged before it was killed.
     """
 
     def __init__(self, folder: Path, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - heavy, and an extra
 
-        purge = first if folder.exists() and first > 1 else None
+        purge = None
+        if folder.exists():
+            purge = first
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
@@ -70,77 +75,95 @@ class TensorBoardLogger:
             self._writer.add_scalar(key, value, iteration)
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Flush and close."""
         self._writer.close()
 
 
 class WandbLogger:
-    """Weights & Biases; offline unless the settings say otherwise.
+    """Weights & Biases; offline by default.
 
     Args:
         settings: Mode, project and names.
-        config: What the run is set to.
-        folder: Where offline data goes.
-        name: The run's, unless the settings have one.
+        config: The settings of the run.
+        folder: The folder for offline data.
+        name: The name of the run, unless the settings have one.
+
+    Raises:
+        ConfigurationError: If Weights & Biases refuses, such as for a missing API key.
     """
 
     def __init__(self, settings: WandbSettings, config: dict[str, Any], folder: Path, name: str) -> None:
         import wandb  # noqa: PLC0415 - heavy, and an extra
 
-        self._run: Any = wandb.init(
-            project=settings.project,
-            entity=settings.entity,
-            name=settings.name or name,
-            id=settings.run_id,
-            resume="allow" if settings.run_id else None,
-            mode="online" if settings.mode == "online" else "offline",
-            dir=str(folder),
-            config=config,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        mode: Literal["online", "offline"] = "offline"
+        if settings.mode == "online":
+            mode = "online"
+        try:
+            self._run: Any = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                name=settings.name or name,
+                id=settings.run_id,
+                resume="allow",
+                mode=mode,
+                dir=str(folder),
+                config=config,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.errors.Error as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise ConfigurationError(
+                f"wandb.mode={settings.mode} failed: {reason}; wandb.mode=offline needs no account"
+            ) from error
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
         """Log the values of an iteration."""
         self._run.log(dict(values), step=iteration)
 
     def close(self) -> None:
-        """End the run, which uploads what is left if it is online."""
+        """Finish the run, and upload what is left if it is online."""
         self._run.finish()
 
 
 def make_loggers(settings: TrainSettings, config: dict[str, Any], folder: RunFolder, first: int) -> list[Logger]:
-    """Return the loggers that the settings ask for; one whose library is missing is left out, and that is said.
+    """Return the loggers that the settings ask for. One whose library is missing is left out with a warning.
 
     Args:
-        settings: What is asked for.
-        config: What to tell Weights & Biases of the run.
-        folder: Where files go.
-        first: The first iteration to be logged.
+        settings: Which loggers to create.
+        config: The settings to show in Weights & Biases.
+        folder: The folder of the run.
+        first: The first iteration that will be logged.
+
+    Raises:
+        ConfigurationError: If Weights & Biases refuses; no file was created by then.
     """
-    loggers: list[Logger] = [JsonlLogger(folder.metrics)]
-    if settings.tensorboard:
-        try:
-            loggers.append(TensorBoardLogger(folder.tensorboard, first))
-        except ImportError:
-            logger.warning(
-                "TensorBoard is not installed, so nothing is written for it: %s, or tensorboard by itself",
-                install_hint("train"),
-            )
+    loggers: list[Logger] = []
+    # First, because it is the only one that may refuse.
     if settings.wandb.mode != "disabled":
         try:
             loggers.append(WandbLogger(settings.wandb, config, folder.path, folder.name))
         except ImportError:
             logger.warning(
-                "Weights & Biases is not installed, so nothing is logged there: %s, or wandb by itself",
+                "Weights & Biases is not installed, so nothing is logged there: %s, or install wandb",
                 install_hint("train"),
             )
-    return loggers
+    if settings.tensorboard:
+        try:
+            loggers.append(TensorBoardLogger(folder.tensorboard, first))
+        except ImportError:
+            logger.warning(
+                "TensorBoard is not installed, so nothing is written for it: %s, or install tensorboard",
+                install_hint("train"),
+            )
+    return [JsonlLogger(folder.metrics), *loggers]
 
 
 def new_run_id() -> str:
-    """Return an identifier for Weights & Biases, under which a run can be found again."""
+    """Return a random identifier with which Weights & Biases recognises a resumed run."""
     return uuid.uuid4().hex[:8]
 
 
 def _plain(value: float) -> float | int | None:
-    return value if math.isfinite(value) else None
+    if math.isfinite(value):
+        return value
+    return None

@@ -1,6 +1,6 @@
-"""What a training is set to: Hydra's groups with NavRL's names, checked, as objects with types.
+"""The settings of a training: Hydra's groups with NavRL's names, as typed and validated objects.
 
-The values are in ``conf/*.yaml`` beside this module; here is what kind each of them is.
+The default values are in ``conf/*.yaml`` beside this module.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -32,13 +32,24 @@ from slipstream.errors import ConfigurationError
 from slipstream.nav.config import LidarConfig, NavigationConfig
 from slipstream.rl.config import ActorConfig, CriticConfig, FeatureExtractorConfig, PPOConfig, Precision
 from slipstream.rl.network import OBSERVATION_SHAPES
+from slipstream.train.groups import (
+    AlgoSettings,
+    EnvDynSettings,
+    EnvSettings,
+    SensorSettings,
+    SimSettings,
+    WandbSettings,
+)
 
 CONF = Path(__file__).with_name("conf")
+MAX_SEED = 2**63 - 1
 GROUPS = tuple(sorted(path.name for path in CONF.iterdir() if path.is_dir()))
 
-_BFLOAT16_CHECKS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of torch.cpu, in most versions
+# Functions of torch.cpu, which some versions do not have.
+_BFLOAT16_CHECKS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 
-_SETTING_OF = {  # where a field of NavigationConfig comes from, for those who have only seen settings
+# The setting that a field of NavigationConfig comes from: errors name what the user has written.
+_SETTING_OF = {
     "num_envs": "env.num_envs",
     "num_static_obstacles": "env.num_obstacles",
     "num_dynamic_obstacles": "env_dyn.num_obstacles",
@@ -62,113 +73,11 @@ _SETTING_OF = {  # where a field of NavigationConfig comes from, for those who h
 
 
 @dataclass
-class SensorSettings:
-    """The range finder; see ``conf/sensor``."""
-
-    lidar_range: float
-    lidar_vfov: list[float]
-    lidar_vbeams: int
-    lidar_hres: float
-
-
-@dataclass
-class EnvSettings:
-    """Drones, the field they fly in, and their episodes; see ``conf/env``."""
-
-    num_envs: int
-    num_obstacles: int
-    max_episode_length: int
-    map_seed: int
-    num_maps: int
-    start: str
-    inside_starts: float
-    centred_reward: bool
-    collision_penalty: float
-    collision_penalty_start: float
-    collision_penalty_ramp: float
-    danger_weight: float
-    goal_truncates: bool
-    random_clocks: bool
-    compile: str
-
-
-@dataclass
-class EnvDynSettings:
-    """Obstacles that move; see ``conf/env_dyn``."""
-
-    num_obstacles: int
-    vel_range: list[float]
-    local_range: list[float]
-
-
-@dataclass
-class SimSettings:
-    """How drones fly; see ``conf/sim``."""
-
-    dynamics: str
-    dt: float
-    response_delay: float
-
-
-@dataclass
-class FeatureExtractorSettings:
-    """How the feature extractor learns; see ``conf/algo``."""
-
-    learning_rate: float
-    dyn_obs_num: int
-
-
-@dataclass
-class HeadSettings:
-    """How the actor or the critic learns; see ``conf/algo``."""
-
-    learning_rate: float
-    clip_ratio: float
-
-
-@dataclass
-class AlgoSettings:
-    """PPO; see ``conf/algo`` and `PPOConfig`."""
-
-    feature_extractor: FeatureExtractorSettings
-    actor: HeadSettings
-    critic: HeadSettings
-    entropy_loss_coefficient: float
-    training_frame_num: int
-    training_epoch_num: int
-    num_minibatches: int
-    gamma: float
-    lmbda: float
-    huber_delta: float
-    max_grad_norm: float
-    value_norm_beta: float
-    max_importance_weight: float
-    learning_rate_schedule: str
-    mirror: bool
-    mirror_coefficient: float
-    precision: str
-    update_threads: int
-    navrl_compat: bool
-    compile: bool
-
-
-@dataclass
-class WandbSettings:
-    """Weights & Biases; see ``conf/wandb``."""
-
-    mode: str
-    project: str
-    entity: str | None
-    name: str | None
-    run_id: str | None
-
-
-@dataclass
 class TrainSettings:
-    """All that a training is set to; see ``conf/train.yaml`` for what each value means.
+    """All settings of a training; ``conf/train.yaml`` describes each value.
 
     Raises:
-        ConfigurationError: From `check`, if a value makes no sense; says which and why.
+        ConfigurationError: From `check`, if a value is invalid; says which and why.
     """
 
     sensor: SensorSettings
@@ -202,19 +111,19 @@ class TrainSettings:
 
     @property
     def frames_per_iteration(self) -> int:
-        """How many steps of all environments together make a rollout."""
+        """How many steps a rollout contains, of all environments together."""
         return self.env.num_envs * self.algo.training_frame_num
 
     @property
     def num_iterations(self) -> int:
-        """After how many iterations there have been `max_frame_num` frames."""
+        """How many iterations it takes to reach `max_frame_num` frames."""
         return max(1, math.ceil(self.max_frame_num / self.frames_per_iteration))
 
     def navigation(self, **changes: Any) -> NavigationConfig:
         """Return the simulation's configuration, with other values for some of its fields.
 
         Raises:
-            ConfigurationError: If a value makes no sense.
+            ConfigurationError: If a value is invalid.
         """
         sensor, env, moving = self.sensor, self.env, self.env_dyn
         beams = 360.0 / sensor.lidar_hres if sensor.lidar_hres > 0 else 0.0
@@ -257,7 +166,7 @@ class TrainSettings:
         """Return PPO's configuration.
 
         Raises:
-            ConfigurationError: If a value makes no sense.
+            ConfigurationError: If a value is invalid.
         """
         algo = self.algo
         same = {field.name for field in dataclasses.fields(PPOConfig)} & set(vars(algo))
@@ -274,48 +183,33 @@ class TrainSettings:
             raise ConfigurationError(f"algo.{error}") from error
 
     def precision(self) -> Precision:
-        """Return what features are computed in; bfloat16 by ``auto`` only on a CPU that has instructions for it."""
+        """Return the precision of features; ``auto`` is bfloat16 on a CPU that has instructions for it."""
         if self.algo.precision == "auto" and self.torch_device().type != "cpu":
             return "float32"
         return resolve_precision(self.algo.precision)
-
-    def collision_penalty(self, rollout: int) -> float:
-        """Return the collision penalty while a rollout is collected.
-
-        It depends on the number of the rollout and nothing else, so that a resumed run has the same one, also if
-        rollouts are collected ahead.
-
-        Args:
-            rollout: How many rollouts were collected before.
-        """
-        env = self.env
-        ramp = env.collision_penalty_ramp * self.num_iterations
-        if rollout >= ramp:
-            return env.collision_penalty
-        risen = rollout / ramp
-        return env.collision_penalty_start + (env.collision_penalty - env.collision_penalty_start) * risen
 
     def torch_device(self) -> torch.device:
         """Return the device to train on.
 
         Raises:
-            ConfigurationError: If there is no such device here.
+            ConfigurationError: If the device is not available.
         """
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             device = torch.device(self.device)
-            torch.empty(0, device=device)
+            # Reading a value back fails on the meta device, which has no data.
+            torch.zeros(1, device=device).item()
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigurationError(f"device is {self.device!r}, which is not to be had here: {reason}") from error
+            raise ConfigurationError(f"device {self.device!r} is not available: {reason}") from error
         return device
 
     def check(self) -> None:
-        """Make all that is made of these settings, so that nothing is written before they are known to fit.
+        """Validate all settings. Call it before anything is written.
 
         Raises:
-            ConfigurationError: If a value makes no sense; says which and why.
+            ConfigurationError: If a value is invalid; says which and why.
         """
         least = {
             "seed": 0,
@@ -330,6 +224,8 @@ class TrainSettings:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 require_number(field.name, value, lowest)
         require_count("save_compression_level", self.save_compression_level, 0, 12)
+        require_count("seed", self.seed, 0, MAX_SEED)
+        require_count("env.map_seed", self.env.map_seed, 0, MAX_SEED)
         if self.algo.feature_extractor.dyn_obs_num != OBSERVATION_SHAPES["dynamic_obstacle"][1]:
             raise ConfigurationError(
                 f"algo.feature_extractor.dyn_obs_num is {self.algo.feature_extractor.dyn_obs_num}, expected 5: "
@@ -351,13 +247,13 @@ class TrainSettings:
                 f"env.num_envs x algo.training_frame_num is {self.frames_per_iteration} steps, expected at least one "
                 f"for each of the {ppo.num_minibatches} minibatches"
             )
-        if self.name is not None and (not self.name or Path(self.name).name != self.name or self.name == "last"):
+        if self.name is not None and not _is_folder_name(self.name):
             raise ConfigurationError(f"name is {self.name!r}, expected the name of a folder other than 'last'")
         self.torch_device()
 
 
 def resolve_precision(precision: str) -> Precision:
-    """Return what features are computed in: for ``auto``, bfloat16 if the CPU has instructions for it, else float32."""
+    """Return the precision of features; ``auto`` is bfloat16 if the CPU has instructions for it, else float32."""
     if precision != "auto":
         return cast("Precision", precision)
     checks = (getattr(torch.cpu, name, None) for name in _BFLOAT16_CHECKS)
@@ -365,13 +261,13 @@ def resolve_precision(precision: str) -> Precision:
 
 
 def compose_settings(overrides: Sequence[str] = ()) -> TrainSettings:
-    """Return the settings for a command line's overrides.
+    """Return the settings for the overrides of a command line.
 
     Args:
         overrides: Such as ``["preset=quick", "env.num_envs=64"]``.
 
     Raises:
-        ConfigurationError: If there is no such setting, or the value is not of its kind; says what there is.
+        ConfigurationError: If a setting does not exist or its value is invalid; suggests similar names.
 
     Example:
         >>> compose_settings(["preset=quick", "env.num_envs=64"]).env.num_envs
@@ -390,10 +286,12 @@ def compose_settings(overrides: Sequence[str] = ()) -> TrainSettings:
 
 
 def settings_from(values: Mapping[str, Any] | DictConfig, source: str = "the configuration") -> TrainSettings:
-    """Return settings from nested values, such as those that a run's ``config.yaml`` holds.
+    """Return settings from nested values, such as those of a run's ``config.yaml``.
+
+    Settings that were added later have a default, so that the runs of older versions can be resumed.
 
     Raises:
-        ConfigurationError: If something is missing, unknown, or of another kind.
+        ConfigurationError: If a setting is missing or unknown, or has another type.
     """
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TrainSettings), cast("DictConfig", values))
@@ -401,24 +299,25 @@ def settings_from(values: Mapping[str, Any] | DictConfig, source: str = "the con
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         raise ConfigurationError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
-    settings.env.compile = settings.env.compile.lower()  # env.compile=False is a bool to YAML, and 'False' here
+    # env.compile=False is a bool in YAML, and becomes 'False' here.
+    settings.env.compile = settings.env.compile.lower()
     settings.check()
     return settings
 
 
 def override_settings(settings: TrainSettings, overrides: Sequence[str]) -> TrainSettings:
-    """Return settings with some values replaced, for going on with a run.
+    """Return settings with some values replaced, to resume a run or to evaluate it differently.
 
     Raises:
-        ConfigurationError: If there is no such setting, or a whole group is replaced.
+        ConfigurationError: If a setting does not exist, or a whole group is replaced.
     """
     values = OmegaConf.create(dataclasses.asdict(settings))
     for override in parse_overrides(overrides):
         _check_known(override, values)
         if override.key_or_group in GROUPS:
             raise ConfigurationError(
-                f"{override.input_line} chooses a group of settings anew, but those of a run that is resumed stay: "
-                "override single ones, such as max_frame_num"
+                f"{override.input_line} replaces a group of settings, but an existing run keeps its groups: "
+                "override single settings, such as max_frame_num"
             )
         OmegaConf.update(values, override.key_or_group, override.value())
     return settings_from(values)
@@ -430,10 +329,10 @@ def to_yaml(settings: TrainSettings) -> str:
 
 
 def load_yaml(path: Path) -> TrainSettings:
-    """Return the settings that a run's ``config.yaml`` holds.
+    """Return the settings in the ``config.yaml`` of a run.
 
     Raises:
-        ConfigurationError: If it is not such a file.
+        ConfigurationError: If the file is not valid.
     """
     try:
         values = OmegaConf.load(path)
@@ -442,15 +341,15 @@ def load_yaml(path: Path) -> TrainSettings:
             raise
         raise ConfigurationError(f"{path} is not YAML: {_first_line(error)}") from error
     if not isinstance(values, DictConfig):
-        raise ConfigurationError(f"{path} holds no settings")
+        raise ConfigurationError(f"{path} contains no settings")
     return settings_from(values, str(path))
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Return what a command line overrides.
+    """Parse the overrides of a command line.
 
     Raises:
-        ConfigurationError: If something is not of the form ``key=value``.
+        ConfigurationError: If one is not of the form ``key=value``.
     """
     try:
         parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
@@ -470,7 +369,7 @@ def _check_known(override: Override, known: DictConfig) -> None:
         choices = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
         require_choice(key, str(override.value()), tuple(choices))
         return
-    names = [*_flatten(OmegaConf.to_container(known)), *GROUPS]
+    names = [*flatten(cast("dict[str, Any]", OmegaConf.to_container(known))), *GROUPS]
     if key in names:
         return
     close = difflib.get_close_matches(key, names, n=3) or [name for name in names if name.split(".")[-1] == key][:3]
@@ -478,12 +377,20 @@ def _check_known(override: Override, known: DictConfig) -> None:
     raise ConfigurationError(f"there is no setting {key!r}{hint}")
 
 
-def _flatten(values: Any, prefix: str = "") -> Iterator[str]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by their full names, such as ``env.num_envs``."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _is_folder_name(name: str) -> bool:
+    """Return whether a run can have this name; ``last`` is the link to the newest run."""
+    return name not in ("", ".", "..", "last") and Path(name).name == name
 
 
 def _first_line(error: Exception) -> str:

@@ -1,12 +1,11 @@
-"""What a process is set to before it trains, and whether what it should do fits into it."""
+"""Prepare a process for training: threads, memory, seeds, and the run that a command line refers to."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,46 +14,47 @@ import torch
 from slipstream.errors import ConfigurationError
 from slipstream.text import format_bytes
 from slipstream.threads import usable_cores
-from slipstream.train.folder import RunFolder, find_run
+from slipstream.train.folder import LAST, RunFolder, find_run, follow_link
 from slipstream.train.loggers import new_run_id
 from slipstream.train.settings import TrainSettings, compose_settings, override_settings, parse_overrides
 
-_BYTES_PER_STEP = 2200  # of a rollout: observations twice, actions, rewards, statistics
-_STEPS_HELD = 2.5  # the steps, the rollout made of them, and what training adds
+# A step of a rollout: observations twice, actions, rewards, statistics.
+_BYTES_PER_STEP = 2200
+# The steps, the rollout made of them, and the intermediate results of training.
+_STEPS_HELD = 2.5
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_LARGEST_BLOCKS = (1 << 30, 1 << 25)  # the second is as much as older ones allow
-
-# What may differ between a run and the command line that goes on with it by name.
-_FREE = ("resume", "headless", "max_frame_num", "num_threads", "wandb")
+# From malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+# Older versions of glibc allow no more than the second.
+_LARGEST_BLOCKS = (1 << 30, 1 << 25)
 
 
 def prepare_process(num_threads: int = 0) -> list[str]:
-    """Set torch up for training on a CPU; returns what was set, in words.
+    """Configure torch for training on a CPU; returns a description of what was set, one line each.
 
-    Denormal numbers are flushed to zero: trained weights are full of them, and they take many times longer. OpenMP's
-    threads should sleep while they wait (``OMP_WAIT_POLICY=PASSIVE``), or they keep everything else from the cores;
-    that has to be in the environment before torch is imported, so here it is only looked at. Memory that is freed stays
-    with the process: each iteration needs as much again, and taking it back from Linux page by page costs a tenth of
-    the time.
+    Denormal numbers are flushed to zero: trained weights contain many of them, and arithmetic with them is much slower.
+    Freed memory stays with the process: each iteration needs it again, and getting it back from Linux page by page
+    takes a tenth of the time. OpenMP threads should sleep while they wait (``OMP_WAIT_POLICY=PASSIVE``), or they occupy
+    the cores. That must be in the environment before torch is imported, so it is only reported here.
 
     Args:
-        num_threads: How many threads torch computes with; 0: one for each core that this process may use.
+        num_threads: How many threads torch uses; 0: one for each core that this process may use.
     """
     cores = usable_cores()
     threads = num_threads or cores
     torch.set_num_threads(threads)
-    said = [f"{threads} threads on {cores} cores"]
+    lines = [f"{threads} threads on {cores} cores"]
     if torch.set_flush_denormal(True):
-        said.append("denormal numbers flushed to zero")
+        lines.append("denormal numbers flushed to zero")
     if _keep_freed_memory():
-        said.append("freed memory is kept")
-    said.append(_waiting())
-    return said
+        lines.append("freed memory is kept")
+    lines.append(_waiting())
+    return lines
 
 
 def _waiting() -> str:
-    """Say how threads wait for each other."""
+    """Return how threads wait for each other."""
     if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
         return "threads spin while they wait: set OMP_WAIT_POLICY=PASSIVE if the machine is busy"
     if os.environ.get("GOMP_SPINCOUNT") == "0":
@@ -63,73 +63,109 @@ def _waiting() -> str:
 
 
 def _keep_freed_memory() -> bool:
-    """Tell glibc to take large blocks from its heap, and never to give the end of it back; returns whether it does."""
+    """Make glibc allocate large blocks on its heap and never shrink it; returns whether that worked."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # another system, another C library
+    except (OSError, AttributeError, TypeError):
+        # Another system, or another C library.
         return False
     from_heap = any(mallopt(_M_MMAP_THRESHOLD, size) for size in _LARGEST_BLOCKS)
     return bool(from_heap and mallopt(_M_TRIM_THRESHOLD, _LARGEST_BLOCKS[0]))
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global random numbers of Python, NumPy and torch: a checkpoint holds them all."""
+    """Seed the global generators of Python, NumPy and torch. A checkpoint contains the state of each."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
-    """Find out which run a command line means; nothing is written.
+    """Find the run that a command line refers to. Writes nothing.
 
-    ``resume=FOLDER`` goes on with that run and its settings, of which single ones may be overridden. ``resume=auto``
-    goes on with the run of the given name if there is one, and begins it otherwise. A run that was ended before its
-    first checkpoint begins again.
+    ``resume=FOLDER`` resumes that run with its settings, of which single ones may be overridden. ``resume=auto``
+    resumes the run of the given name if it exists, and starts it otherwise. A run that was killed before its first
+    checkpoint starts over.
+
+    `Trainer.restore` compares the settings with those of the checkpoint and refuses those that must not change.
 
     Args:
         overrides: The command line.
 
     Returns:
-        Its settings, its folder, and whether there is a checkpoint to go on from.
+        Its settings, its folder, and whether there is a checkpoint to resume from.
 
     Raises:
-        ConfigurationError: If the settings make no sense, there is no such run, or one of that name has other settings.
+        ConfigurationError: If the settings are invalid, if there is no such run, or if a new run has the name of an
+            existing one.
     """
     given = {override.key_or_group: override for override in parse_overrides(overrides)}
-    resume = str(given["resume"].value()) if "resume" in given else "None"
-    if resume not in ("None", "auto"):
-        folder = RunFolder(Path(resume).expanduser())
-        others = [override.input_line for key, override in given.items() if key != "resume"]
-        settings = override_settings(folder.settings(), [text for text in others if text])
-        return settings, folder, folder.has_checkpoint()
-    settings = compose_settings(overrides)
+    resume = None
+    if "resume" in given:
+        resume = given["resume"].value()
+    if resume is None or resume == "auto":
+        settings = compose_settings(overrides)
+        folder = _find_by_name(settings)
+    else:
+        folder = RunFolder(follow_link(Path(str(resume)).expanduser()))
+        others = [override.input_line or "" for key, override in given.items() if key != "resume"]
+        settings = override_settings(folder.settings(), others)
+        _require_same_place(settings, folder, given)
     settings.resume = None
+    # The folder may have been renamed since. A copy of runs/last may even have the name of the link.
+    if folder.name != LAST:
+        settings.name = folder.name
+    if settings.wandb.mode != "disabled" and settings.wandb.run_id is None:
+        settings.wandb.run_id = new_run_id()
+    return settings, folder, folder.has_checkpoint()
+
+
+def _find_by_name(settings: TrainSettings) -> RunFolder:
+    """Return the folder of a run by its name: a new one, or an existing one with ``resume=auto``."""
+    if settings.name is None and settings.resume == "auto":
+        raise ConfigurationError("resume=auto needs the name of the run: name=... is missing")
     folder = find_run(settings)
-    if settings.name is None and resume == "auto":
-        raise ConfigurationError("resume=auto goes on with a run by its name: name=... is missing")
     if not folder.config.exists():
-        settings.name = folder.path.name
-        if settings.wandb.mode != "disabled" and settings.wandb.run_id is None:
-            settings.wandb.run_id = new_run_id()
-        return settings, folder, False
-    if resume != "auto":
+        return folder
+    if settings.resume != "auto":
         raise ConfigurationError(
-            f"{folder.path} holds a run already: resume={folder.path} goes on with it, name=... begins another"
+            f"{folder.path} already contains a run: resume it with resume={folder.path}, or choose another name="
         )
-    before = folder.settings()
-    _require_same(before, settings, folder)
-    kept = dataclasses.replace(settings, wandb=before.wandb, name=before.name)
-    return kept, folder, folder.has_checkpoint()
+    if settings.wandb.run_id is None:
+        # Weights & Biases finds the run by this number.
+        settings.wandb.run_id = folder.settings().wandb.run_id
+    return folder
+
+
+def _require_same_place(settings: TrainSettings, folder: RunFolder, given: Container[str]) -> None:
+    """Refuse a name or a run_dir on the command line that contradicts the folder to resume."""
+    real = Path(os.path.realpath(folder.path))
+    parent = os.path.realpath(Path(settings.run_dir).expanduser())
+    is_moved = parent != str(real.parent)
+    contradictions = []
+    if "name" in given and settings.name != real.name:
+        contradictions.append(f"name={settings.name}")
+    if "run_dir" in given and is_moved:
+        contradictions.append(f"run_dir={settings.run_dir}")
+    if contradictions:
+        raise ConfigurationError(
+            f"{' '.join(contradictions)} contradicts resume={folder.path}: resuming a run does not rename or move it"
+        )
+    if is_moved:
+        settings.run_dir = str(real.parent)
 
 
 def require_memory(settings: TrainSettings) -> None:
-    """Refuse a training whose rollouts would not fit into memory, before it brings the machine down.
+    """Refuse settings whose rollouts would not fit into memory.
 
     Raises:
         ConfigurationError: If they would not.
     """
     device = settings.torch_device()
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
+    if device.type == "cuda":
+        free: int | None = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = _free_memory()
     needed = settings.frames_per_iteration * _BYTES_PER_STEP * _STEPS_HELD
     if free is not None and needed > free:
         raise ConfigurationError(
@@ -138,21 +174,13 @@ def require_memory(settings: TrainSettings) -> None:
         )
 
 
-def _require_same(before: TrainSettings, now: TrainSettings, folder: RunFolder) -> None:
-    old, new = dataclasses.asdict(before), dataclasses.asdict(now)
-    differing = [name for name in old if name not in (*_FREE, "name") and old[name] != new[name]]
-    if differing:
-        raise ConfigurationError(
-            f"{folder.path} was begun with other settings of {', '.join(differing)}: resume={folder.path} goes on with "
-            "its own, name=... begins another"
-        )
-
-
 def _free_memory() -> int | None:
-    """Return how many bytes of memory may still be used, as far as the system says."""
+    """Return how many bytes of memory are available, or None if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return available[0] if available else None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -23,11 +23,13 @@ from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy
 from slipstream.rl.ppo import PPO, Minibatches
 from slipstream.rollout.storage import RolloutStorage
+from slipstream.train.changes import Change, require_resumable, schedule_note
 from slipstream.train.episodes import EpisodeStats
 from slipstream.train.evaluate import evaluate, save_evaluation, standard_scenarios
-from slipstream.train.folder import RunFolder, forget_after
+from slipstream.train.folder import RunFolder
 from slipstream.train.loggers import Logger, make_loggers
 from slipstream.train.performance import PerformanceMonitor
+from slipstream.train.schedule import collision_penalty, learning_rate_factor
 from slipstream.train.settings import TrainSettings
 from slipstream.train.startup import require_memory, seed_everything
 
@@ -39,27 +41,31 @@ Progress = Callable[[Mapping[str, float]], None]
 
 
 class Trainer:
-    """Trains a policy in the embedded simulator, and keeps in its run's folder all that it takes to go on exactly.
+    """Trains a policy in the embedded simulator, and saves everything that an exact resume needs.
 
-    One thing after another, in `run`. Checkpoints and rollouts are written in the background; a checkpoint holds
-    weights, optimizers, counters, random numbers, the environment, and what was observed last. Each iteration's line is
-    in ``metrics.jsonl`` before its checkpoint is, so that a run that is killed and resumed has every line once.
+    `run` does one thing after another. Checkpoints and rollouts are written in the background. A checkpoint contains
+    weights, optimizers, counters, random number generators, the environment and the last observation. The line of an
+    iteration is in ``metrics.jsonl`` before its checkpoint exists, so a run that is killed and resumed has every line
+    once.
+
+    Creating a trainer locks the folder and writes nothing else. `run` writes the settings, after a `restore` had the
+    chance to refuse them.
 
     Args:
         settings: What to train, and how.
-        folder: Of the run; made if it is not there. Nothing is written before everything else has been made.
-        on_iteration: Told the metrics of each iteration.
-        loggers: Of your own, besides those that the settings ask for; closed at the end of `run`.
+        folder: The folder of the run; created if it is missing.
+        on_iteration: Called with the metrics of each iteration.
+        loggers: Additional loggers; closed at the end of `run`.
 
     Attributes:
         ppo: Policy and optimizers.
-        iteration: How many iterations there have been.
-        monitor: Where time goes.
+        iteration: How many iterations are done.
+        monitor: How long each part of an iteration takes.
 
     Raises:
-        ConfigurationError: If the settings make no sense or need more memory than there is, or if another process
-            trains in the folder.
-        WriteError: If the folder cannot be written to.
+        ConfigurationError: If the settings are invalid or need more memory than is free, or if another process trains
+            in the folder.
+        OSError: If the folder cannot be created.
     """
 
     def __init__(
@@ -70,9 +76,14 @@ class Trainer:
         *,
         loggers: Sequence[Logger] = (),
     ) -> None:
-        self.settings, self.folder, self._on_iteration = settings, folder, on_iteration
-        self._own_loggers = list(loggers)
         settings.check()
+        # A run that is resumed on another machine must not silently compute in another precision.
+        algo = dataclasses.replace(settings.algo, precision=settings.precision())
+        settings = dataclasses.replace(settings, algo=algo)
+        self.settings = settings
+        self.folder = folder
+        self._on_iteration = on_iteration
+        self._own_loggers = list(loggers)
         require_memory(settings)
         device = settings.torch_device()
         seed_everything(settings.seed)
@@ -86,7 +97,7 @@ class Trainer:
             ppo=self.ppo, collector=self.collector, episodes=self.episodes, counters=self.counters
         )
         self.monitor = PerformanceMonitor()
-        folder.open(settings)
+        folder.claim()
         self.checkpoints = CheckpointManager(
             folder.checkpoints,
             keep_last=settings.keep_checkpoints,
@@ -99,18 +110,25 @@ class Trainer:
         self._loggers: list[Logger] = []
         self._stop: signal.Signals | None = None
         self._saved = 0
+        self._changes: list[Change] = []
 
     @property
     def iteration(self) -> int:
-        """How many iterations there have been."""
+        """How many iterations are done."""
         return self.counters["iteration"]
 
     def run(self) -> signal.Signals | None:
-        """Train until there have been enough frames, or a signal says to stop; returns that signal.
+        """Train until there are `max_frame_num` frames, or until a signal; returns that signal.
 
-        SIGINT and SIGTERM end training after the iteration under way, with a checkpoint. A second one ends it at once.
+        SIGINT and SIGTERM finish the current iteration and save a checkpoint. The second signal ends the process
+        without finishing the iteration; checkpoints that are being written are completed.
+
+        Raises:
+            ConfigurationError: If the folder contains checkpoints and none was restored.
+            WriteError: If the settings cannot be written.
         """
         timer, settings = self.monitor.timer, self.settings
+        self._require_restored()
         self._forget_later()
         with self._logging(), _stopping_on_signals(self):
             rollouts = iter(self.collector)
@@ -138,29 +156,47 @@ class Trainer:
     def restore(self) -> int:
         """Resume from the newest intact checkpoint of the run; returns its iteration.
 
+        Settings that changed since then are logged, and recorded by `run`.
+
         Raises:
-            ConfigurationError: If there is none, or it is one of another network, or of other settings.
+            ConfigurationError: If there is no checkpoint, if it has another network, or if a setting differs that must
+                not change; see `slipstream.train.changes`.
         """
         try:
             restored = self.checkpoints.restore()
+            before = restored.metrics.get("config", {})
+            self._changes = require_resumable(self.folder.path, before, self.settings)
             self.state.load_state_dict(restored.state)
             self._saved = self.iteration
         except FileNotFoundError:
-            raise ConfigurationError(f"{self.folder.path} holds no checkpoint to resume from") from None
+            raise ConfigurationError(f"{self.folder.path} has no checkpoint to resume from") from None
         except (StateMismatchError, CorruptFileError) as error:
             raise ConfigurationError(f"{self.folder.path} cannot be resumed: {error}") from error
+        for change in self._changes:
+            logger.warning("changed since iteration %d: %s", self.iteration, change)
+        note = schedule_note(before, self.settings, self.iteration)
+        if note is not None:
+            logger.warning("%s", note)
         return self.iteration
 
+    def _require_restored(self) -> None:
+        """Refuse to start over in the folder of a run with checkpoints."""
+        # Another process may have trained there after this one looked, and before it took the lock.
+        if self.iteration == 0 and self.folder.has_checkpoint():
+            raise ConfigurationError(
+                f"{self.folder.path} contains the checkpoints of a run: resume it, or choose another folder"
+            )
+
     def _forget_later(self) -> None:
-        """Drop what a run that ended abruptly has left of iterations that come again."""
-        forget_after(self.folder.metrics, self.iteration)
+        """Delete what a killed run left of iterations after its last checkpoint: they are repeated."""
+        self.folder.forget_after(self.iteration)
         for storage in self.storages():
             for iteration in storage.iterations():
                 if iteration > self.iteration:
                     storage.path(iteration).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Write what is queued, and let go of everything."""
+        """Write what is queued, and release the folder and all threads."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.folder.release)
             stack.callback(self.collector.shutdown)
@@ -169,7 +205,7 @@ class Trainer:
             stack.callback(self.checkpoints.close)
 
     def stop(self, number: int) -> None:
-        """End training after the iteration under way, as if the signal had come."""
+        """Stop after the current iteration, as if the signal had arrived."""
         self._stop = signal.Signals(number)
 
     def checkpoint_stall_ms(self) -> float:
@@ -195,9 +231,8 @@ class Trainer:
         return self.collector.staleness() if self.settings.use_pipelined_collector else 0
 
     def _set_learning_rates(self) -> None:
-        """Set the rates of this iteration: a function of how far training is, so that resuming needs nothing."""
-        done = self.iteration / self.settings.num_iterations
-        factor = 1.0 - done if self.settings.algo.learning_rate_schedule == "linear" else 1.0
+        """Set the learning rates of this iteration."""
+        factor = learning_rate_factor(self.settings, self.iteration)
         for name, optimizer in self.ppo.optimizers().items():
             for group in optimizer.param_groups:
                 group["lr"] = factor * getattr(self.ppo.config, name).learning_rate
@@ -274,6 +309,8 @@ class Trainer:
         config = dataclasses.asdict(self.settings)
         self._loggers = make_loggers(self.settings, config, self.folder, self.iteration + 1) + self._own_loggers
         try:
+            # Last: until here, something could still refuse the settings.
+            self.folder.begin(self.settings, self.iteration, self._changes)
             yield
         finally:
             for one in self._loggers:
@@ -285,7 +322,7 @@ def _make_collector(settings: TrainSettings, env: NavigationEnv, policy: NavRLPo
     """Return what yields rollouts, by the plan that the settings ask for."""
 
     def set_penalty(rollout: int) -> None:
-        env.simulation.collision_penalty = settings.collision_penalty(rollout)
+        env.simulation.collision_penalty = collision_penalty(settings, rollout)
 
     collector: Any = SerialCollector(env, policy, settings.algo.training_frame_num, before_rollout=set_penalty)
     if settings.use_pipelined_collector:
@@ -308,7 +345,7 @@ def _make_storages(settings: TrainSettings, folder: RunFolder) -> tuple[RolloutS
 
 @contextlib.contextmanager
 def _stopping_on_signals(trainer: Trainer) -> Iterator[None]:
-    """Let SIGINT and SIGTERM end training after the iteration under way; the second one does what it did before."""
+    """Let SIGINT and SIGTERM stop training after the current iteration; the second one has its previous effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -316,7 +353,8 @@ def _stopping_on_signals(trainer: Trainer) -> Iterator[None]:
 
     def on_signal(number: int, _: FrameType | None) -> None:
         signal.signal(number, before[signal.Signals(number)])
-        logger.warning("%s: this iteration is finished first; once more to stop at once", signal.Signals(number).name)
+        name = signal.Signals(number).name
+        logger.warning("%s: finishing this iteration; send it again to stop immediately", name)
         trainer.stop(number)
 
     for number in before:

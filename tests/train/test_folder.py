@@ -1,0 +1,130 @@
+"""The folder of a run: who may write it, what a resumed run deletes, and where ``last`` points."""
+
+import subprocess
+import sys
+
+import pytest
+
+from slipstream import ConfigurationError
+from slipstream.train.changes import Change
+from slipstream.train.folder import RunFolder, find_run, follow_link, read_metrics
+from tests.train.conftest import small
+
+
+def begin(path):
+    folder = RunFolder(path)
+    folder.claim()
+    folder.begin(small(), 0)
+    folder.release()
+    return folder
+
+
+def test_claiming_a_folder_writes_no_settings_and_an_unused_folder_is_removed(tmp_path):
+    folder = RunFolder(tmp_path / "runs/x")
+    folder.claim()
+    assert [path.name for path in folder.path.iterdir()] == [".lock"]
+    folder.release()
+    assert not folder.path.exists()
+
+
+def test_a_folder_that_existed_before_is_never_removed(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/notes.txt").write_text("mine")
+    folder = RunFolder(tmp_path / "x")
+    folder.claim()
+    folder.release()
+    assert (tmp_path / "x/notes.txt").read_text() == "mine"
+
+
+def test_a_process_that_loses_the_race_for_a_new_folder_leaves_the_winners_run_alone(tmp_path, monkeypatch):
+    # The winner creates and locks the folder after the loser found that it does not exist.
+    winner = RunFolder(tmp_path / "x")
+    loser = RunFolder(tmp_path / "x")
+    make_folder = "slipstream.train.folder.make_folder"
+
+    def overtaken(path):
+        monkeypatch.undo()
+        winner.claim()
+        winner.begin(small(), 0)
+
+    monkeypatch.setattr(make_folder, overtaken)
+    with pytest.raises(ConfigurationError, match="another process trains there"):
+        loser.claim()
+    loser.release()
+    assert winner.settings() == small()
+    winner.release()
+
+
+def test_a_lock_of_another_process_is_respected_until_it_ends(tmp_path):
+    script = f"""
+from slipstream.train.folder import RunFolder
+folder = RunFolder({str(tmp_path / "x")!r})
+folder.claim()
+print("claimed", flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "claimed\n"
+        folder = RunFolder(tmp_path / "x")
+        with pytest.raises(ConfigurationError, match=f"another process trains there .*process {process.pid}"):
+            folder.claim()
+        folder.release()
+        assert folder.path.exists()
+        process.kill()
+    folder.claim()
+    folder.release()
+
+
+def test_last_points_to_the_run_even_if_the_run_was_named_by_that_link(tmp_path):
+    begin(tmp_path / "x")
+    assert (tmp_path / "last").readlink().name == "x"
+    begin(tmp_path / "last")
+    assert (tmp_path / "last").resolve() == tmp_path / "x"
+    assert RunFolder(follow_link(tmp_path / "last")).path == tmp_path / "x"
+
+
+def test_last_is_repaired_if_it_points_to_itself_and_left_alone_if_it_is_a_folder(tmp_path, monkeypatch):
+    (tmp_path / "last").symlink_to("last")
+    begin(tmp_path / "x")
+    assert (tmp_path / "last").resolve() == tmp_path / "x"
+    (tmp_path / "copies/last").mkdir(parents=True)
+    begin(tmp_path / "copies/last")
+    assert not (tmp_path / "copies/last").is_symlink()
+    monkeypatch.chdir(tmp_path / "x")
+    begin(".")
+    assert not (tmp_path / "x/last").is_symlink()
+
+
+def test_evaluations_and_metrics_of_later_iterations_are_deleted(tmp_path):
+    folder = begin(tmp_path / "x")
+    folder.evaluations.mkdir()
+    names = ["iter_000003.json", "iter_000003_unseen.slip", "iter_000006.json", "iter_000006_unseen.slip", "final.json"]
+    for name in names:
+        (folder.evaluations / name).touch()
+    folder.metrics.write_text('{"iteration": 3}\n{"iteration": 4}\n')
+    folder.forget_after(3)
+    assert sorted(path.name for path in folder.evaluations.iterdir()) == ["final.json", *names[:2]]
+    assert read_metrics(folder.metrics) == [{"iteration": 3}]
+
+
+def test_changes_are_recorded_once_and_again_from_an_earlier_checkpoint(tmp_path):
+    folder = begin(tmp_path / "x")
+    assert not folder.changes.exists()
+    first = {"iteration": 3, "changes": {"algo.gamma": {"from": 0.97, "to": 0.95}}}
+    second = {"iteration": 5, "changes": {"max_frame_num": {"from": 768, "to": 900}}}
+    for _ in range(2):
+        folder.begin(small(), 3, [Change("algo.gamma", 0.97, 0.95)])
+    folder.begin(small(), 5, [Change("max_frame_num", 768, 900)])
+    assert read_metrics(folder.changes) == [first, second]
+    # The checkpoints of iterations 3 to 5 are lost, so what changed there applies from iteration 2 on.
+    folder.begin(small(), 2, [Change("algo.gamma", 0.97, 0.95)])
+    assert read_metrics(folder.changes) == [{**first, "iteration": 2}]
+
+
+def test_a_run_is_not_found_under_a_name_that_is_taken_by_the_clock(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda _: "noon")
+    (tmp_path / "noon").mkdir()
+    assert find_run(small(f"run_dir={tmp_path}")).path == tmp_path / "noon-2"
