@@ -242,10 +242,10 @@ def _vertical_limits(state: torch.Tensor, seen_m: torch.Tensor, gain: float) -> 
 def _return_distance(return_m: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return the distance in the plane from paths ``[envs, samples, candidates]`` to the nearest return."""
     # |p - q|^2 = |p|^2 + (|q|^2 - 2 p q): the bracket is one matrix product, by far the cheapest way to all pairs.
-    path = torch.stack([x, y, torch.ones_like(x)], 3).flatten(1, 2)
+    path = torch.stack([x, y, torch.ones_like(x)], 1).flatten(2)
     length = return_m.square().sum(2, keepdim=True)
-    pairs = torch.bmm(path, torch.cat([return_m * -2.0, length], 2).transpose(1, 2))
-    squared = x.square() + y.square() + pairs.amin(2).view_as(x)
+    pairs = torch.bmm(torch.cat([return_m * -2.0, length], 2), path)
+    squared = x.square() + y.square() + pairs.amin(1).view_as(x)
     return squared.clamp(min=0.0).sqrt()
 
 

@@ -11,7 +11,7 @@ from slipstream.nav.observation import Observation
 
 UNSAFE_COST = 1e6  # more than any safe command costs
 LATE_WEIGHT = 0.3  # of a violation at the horizon, relative to one now: there is still time to react
-BLOCK_ROWS = 128  # drones per block: bounds memory to a few MB, which stays in the cache
+BLOCK_ROWS = 64  # drones per block: bounds memory to a few MB, which stays in the cache
 
 
 class Shield:
