@@ -195,6 +195,12 @@ def test_the_quickstart_runs(tmp_path, monkeypatch):
     assert names["restored"].step == 20
 
 
+def test_the_page_about_the_shield_runs(tmp_path, monkeypatch):
+    names = run_page(ROOT / "docs" / "guides" / "shield.md", tmp_path, monkeypatch)
+    assert names["outcome"].observation.state.shape == (8, 8)
+    assert not names["terminated"].any()
+
+
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory):
     """What the page about extending leaves: a codec, a described dataset, a logged run."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from slipstream.nav.avoidance import ShieldConfig
 from slipstream.nav.config import LidarConfig, NavigationConfig
 from slipstream.nav.frame import MAX_SPEED_M_S, to_goal_frame, to_world_frame, velocity_from_unit
 from slipstream.nav.lidar import Lidar
 from slipstream.nav.observation import Observation
+from slipstream.nav.planner import Planner
+from slipstream.nav.shield import Shield
 from slipstream.nav.simulation import Outcome, Simulation
 from slipstream.nav.world import StaticMap, generate_map
 
@@ -29,6 +32,9 @@ __all__ = [
     "NavigationVectorEnv",
     "Observation",
     "Outcome",
+    "Planner",
+    "Shield",
+    "ShieldConfig",
     "Simulation",
     "StaticMap",
     "generate_map",
