@@ -18,8 +18,8 @@ PUBLIC_NAMES = dir(slipstream)
 LAYERS = [
     {"errors"},
     {"checks", "floats", "text"},
-    {"threads", "nav", "rl"},
-    {"memory"},
+    {"threads"},
+    {"memory", "nav", "rl"},
     {"codecs"},
     {"store"},
     {"schema"},

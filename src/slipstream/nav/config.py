@@ -31,7 +31,7 @@ class LidarConfig:
         horizontal_beams: How many azimuths, at equal angles around, counter-clockwise from the heading.
 
     Raises:
-        ConfigurationError: If a value makes no sense; says which and why.
+        ConfigurationError: If a value is out of range; says which and why.
     """
 
     range_m: float = 4.0

@@ -76,12 +76,13 @@ def make_dynamics(config: NavigationConfig) -> Dynamics:
     return VelocityLag(config.dt_s)
 
 
-def hovering(position_m: torch.Tensor, heading: torch.Tensor) -> DroneState:
+def hovering(position_m: torch.Tensor, heading: torch.Tensor, delay_s: torch.Tensor | None = None) -> DroneState:
     """Return drones at rest, level, facing along their headings, with rotors that carry their weight.
 
     Args:
         position_m: ``[envs, 3]``; copied.
         heading: Unit vectors in the plane, ``[envs, 2]``.
+        delay_s: Time constants of their acceleration, ``[envs]``; 0 by default.
     """
     half_yaw = torch.atan2(heading[:, 1], heading[:, 0]) / 2
     zero = torch.zeros_like(half_yaw)
@@ -93,7 +94,7 @@ def hovering(position_m: torch.Tensor, heading: torch.Tensor) -> DroneState:
         torch.zeros_like(position_m),
         position_m.new_full((len(position_m), 4), throttle),
         torch.zeros_like(position_m),
-        zero,
+        zero if delay_s is None else delay_s,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from slipstream.nav.config import LidarConfig
-from slipstream.nav.world import StaticMap
+from slipstream.nav.world import StaticMap, as_maps
 
 CELL_M = 1.0
 MARGIN_M = 1e-3  # the broad phase looks this much further, so that rounding never hides a box
@@ -40,7 +40,7 @@ class Lidar:
     def __init__(
         self, config: LidarConfig, boxes: StaticMap | Sequence[StaticMap], device: torch.device | str = "cpu"
     ) -> None:
-        maps = [boxes] if isinstance(boxes, StaticMap) else list(boxes)
+        maps = as_maps(boxes)
         self.range_m = config.range_m
         self._beams = config.horizontal_beams
         self._tangents = tuple(math.tan(pitch) for pitch in config.pitches_rad)
@@ -240,7 +240,8 @@ def list_boxes(maps: Sequence[StaticMap], range_m: float) -> tuple[float, int, t
     half = math.ceil((float(corners.abs().max()) + reach) / CELL_M) + 1
     side = 2 * half
     edges = torch.arange(-half, half, dtype=torch.float64) * CELL_M
-    cells, boxes = [], []
+    cells = []
+    boxes = []
     count = 0
     for number, one in enumerate(maps):
         cell, box = _cells_in_reach(one, edges, reach).nonzero().unbind(1)
@@ -258,7 +259,8 @@ def list_boxes(maps: Sequence[StaticMap], range_m: float) -> tuple[float, int, t
 
 def _cells_in_reach(boxes: StaticMap, edges: torch.Tensor, reach: float) -> torch.Tensor:
     """Return which boxes are within reach of which cells, ``[cells, boxes]``."""
-    low, high = boxes.low_m.double().cpu(), boxes.high_m.double().cpu()
+    low = boxes.low_m.double().cpu()
+    high = boxes.high_m.double().cpu()
     apart = []
     for axis in (0, 1):
         gap = torch.maximum(low[:, axis] - (edges[:, None] + CELL_M), edges[:, None] - high[:, axis])

@@ -59,7 +59,8 @@ class ObstacleTable(NamedTuple):
     @classmethod
     def of(cls, obstacles: DynamicObstacles) -> ObstacleTable:
         """Return where the obstacles are now and what they are."""
-        position, velocity = obstacles.position_m.t().contiguous(), obstacles.velocity_m_s.t().contiguous()
+        position = obstacles.position_m.t().contiguous()
+        velocity = obstacles.velocity_m_s.t().contiguous()
         if obstacles.num_maps > 1:
             position = position.view(3, obstacles.num_maps, -1)
             velocity = velocity.view(3, obstacles.num_maps, -1)
@@ -82,7 +83,7 @@ class ObstacleTable(NamedTuple):
         """
         if map_index is None:
             return self
-        return self._replace(position_m=self.position_m[:, map_index], velocity_m_s=self.velocity_m_s[:, map_index])
+        return ObstacleTable(self.position_m[:, map_index], self.velocity_m_s[:, map_index], *self[2:])
 
 
 class Nearby(NamedTuple):

@@ -51,7 +51,7 @@ class DynamicObstacles:
         self._dt_s = config.dt_s
         self._aim_every = max(1, int(AIM_PERIOD_S / config.dt_s))
         self._tick = 0
-        self._warmup_steps = round(config.obstacle_warmup_s / config.dt_s) if count else 0
+        self._warmup_steps = round(config.obstacle_warmup_s / config.dt_s)
         kind = torch.arange(count, device=device).repeat(self.num_maps) // max(count // NUM_KINDS, 1)
         self.category = kind % NUM_WIDTHS
         self.standing = kind >= NUM_WIDTHS

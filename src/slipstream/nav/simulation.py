@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -17,7 +18,7 @@ from slipstream.nav.observation import Observation, ObstacleTable, Task, observe
 from slipstream.nav.obstacles import DynamicObstacles
 from slipstream.nav.reward import RewardTerms, Verdict, judge, ray_directions
 from slipstream.nav.starts import CANDIDATES, border_tasks, inside_starts, line_tasks, through_tasks
-from slipstream.nav.world import StaticMap, generate_map
+from slipstream.nav.world import StaticMap, as_maps, generate_map
 
 WAYS_SEED = 0x0DD5  # mixed into the seed: the two generators need not be alike
 
@@ -162,7 +163,7 @@ class Simulation:
         observation, verdict = self._perceive(position, velocity, before, self.task, distances, table)
         terminated = verdict.static_collision | verdict.dynamic_collision | verdict.out_of_bounds
         if self.collision_penalty:
-            verdict = verdict._replace(reward=verdict.reward - self.collision_penalty * terminated)
+            verdict = Verdict(verdict.reward - self.collision_penalty * terminated, *verdict[1:])
         old = self.progress
         steps, returns = old.steps + 1, old.returns + verdict.reward
         self.progress = Progress(steps, old.deadline, returns, old.reached | verdict.reached_goal)
@@ -212,13 +213,16 @@ class Simulation:
     def _make_scan(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return the quicker way to scan: visiting little on a CPU, fixed shapes on an accelerator."""
         if self.device.type != "cpu":
-            dense = self._compiled(self.lidar.scan_dense)
-            return lambda position, heading: dense(position, heading, self.map_index)
-        cut = self._compiled(self.lidar.cut, dynamic=True) if any(map(len, self.maps)) else None
-        return lambda position, heading: self.lidar.scan(position, heading, cut, self.map_index)
+            return functools.partial(self._compiled(self.lidar.scan_dense), map_index=self.map_index)
+        cut = None
+        if any(map(len, self.maps)):
+            cut = self._compiled(self.lidar.cut, dynamic=True)
+        return functools.partial(self.lidar.scan, cut=cut, map_index=self.map_index)
 
     def _maps_of(self, rows: torch.Tensor) -> torch.Tensor | None:
-        return None if self.map_index is None else self.map_index[rows]
+        if self.map_index is None:
+            return None
+        return self.map_index[rows]
 
     def _new_episodes(self, rows: torch.Tensor, *, whole: bool) -> tuple[Task, Progress]:
         config = self.config
@@ -232,11 +236,10 @@ class Simulation:
         return Task(start, goal, heading_between(start, goal)), progress
 
     def _new_drones(self, task: Task) -> DroneState:
-        drone = hovering(task.start_m, task.heading)
-        if not self.config.response_delay_s:
-            return drone
-        draws = torch.rand(len(task.start_m), generator=self._starts)
-        return drone._replace(delay_s=(draws * self.config.response_delay_s).to(self.device))
+        delay_s = torch.zeros(len(task.start_m))
+        if self.config.response_delay_s:
+            delay_s = torch.rand(len(delay_s), generator=self._starts) * self.config.response_delay_s
+        return hovering(task.start_m, task.heading, delay_s.to(self.device))
 
     def _new_tasks(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw starts and goals for some drones."""
@@ -270,7 +273,7 @@ def _make_maps(config: NavigationConfig, boxes: StaticMap | Sequence[StaticMap] 
     if boxes is None:
         seeds = range(config.map_seed, config.map_seed + config.num_maps)
         return [generate_map(config.num_static_obstacles, config.map_half_extent_m, seed) for seed in seeds]
-    maps = [boxes] if isinstance(boxes, StaticMap) else list(boxes)
+    maps = as_maps(boxes)
     if len(maps) != config.num_maps:
         raise ConfigurationError(f"{len(maps)} maps of boxes were given, expected num_maps, which is {config.num_maps}")
     return maps
@@ -294,7 +297,9 @@ def _make_fly(config: NavigationConfig) -> Callable[[DroneState, torch.Tensor, t
 def _make_perceive(config: NavigationConfig, device: torch.device) -> Callable[..., tuple[Observation, Verdict]]:
     """Return a function that observes and judges: one function to compile, with the configuration as constants."""
     range_m = config.lidar.range_m
-    rays = ray_directions(config.lidar, device) if config.danger_weight else None
+    rays = None
+    if config.danger_weight:
+        rays = ray_directions(config.lidar, device)
     terms = RewardTerms(config.centred_reward, config.danger_weight, rays)
 
     def perceive(

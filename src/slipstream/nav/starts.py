@@ -52,9 +52,12 @@ def line_tasks(config: NavigationConfig, rows: torch.Tensor) -> tuple[torch.Tens
         rows: The drones, on the CPU.
     """
     per_map = config.num_envs // config.num_maps
-    x = torch.linspace(-1.0, 1.0, per_map) if per_map > 1 else torch.zeros(1)
+    x = torch.zeros(1)
+    if per_map > 1:
+        x = torch.linspace(-1.0, 1.0, per_map)
     x = (x * (LINE_HALF_WIDTH_M / 20.0 * config.map_half_extent_m))[rows % per_map]
-    y, z = torch.full_like(x, config.start_half_extent_m), torch.full_like(x, LINE_HEIGHT_M)
+    y = torch.full_like(x, config.start_half_extent_m)
+    z = torch.full_like(x, LINE_HEIGHT_M)
     return torch.stack([x, y, z], 1), torch.stack([x, -y, z], 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -67,6 +68,13 @@ class StaticMap:
         """
         table = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 5)
         return cls(table[:, 0:2].contiguous(), table[:, 2:4].contiguous(), table[:, 4].contiguous())
+
+
+def as_maps(boxes: StaticMap | Sequence[StaticMap]) -> list[StaticMap]:
+    """Return maps as a list, given one or several."""
+    if isinstance(boxes, StaticMap):
+        return [boxes]
+    return list(boxes)
 
 
 def generate_map(num_boxes: int, half_extent_m: float, seed: int) -> StaticMap:

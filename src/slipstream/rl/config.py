@@ -19,7 +19,7 @@ class FeatureExtractorConfig:
         learning_rate: Of its Adam.
 
     Raises:
-        ConfigurationError: If a value makes no sense; says which and why.
+        ConfigurationError: If a value is out of range; says which and why.
     """
 
     learning_rate: float = 5e-4
@@ -37,7 +37,7 @@ class ActorConfig:
         clip_ratio: How far the probability ratio may leave 1 before there is nothing more to gain.
 
     Raises:
-        ConfigurationError: If a value makes no sense; says which and why.
+        ConfigurationError: If a value is out of range; says which and why.
     """
 
     learning_rate: float = 5e-4
@@ -58,7 +58,7 @@ class CriticConfig:
             gain.
 
     Raises:
-        ConfigurationError: If a value makes no sense; says which and why.
+        ConfigurationError: If a value is out of range; says which and why.
     """
 
     learning_rate: float = 5e-4
@@ -78,7 +78,7 @@ class PPOConfig:
         actor: How the actor learns.
         critic: How the critic learns.
         entropy_loss_coefficient: How much entropy is worth.
-        training_frame_num: How many steps of each environment make a rollout; for whoever collects.
+        training_frame_num: Number of steps of each environment in a rollout; for collectors.
         training_epoch_num: How many times an update goes through a rollout.
         num_minibatches: In how many parts, each time.
         gamma: Discount of a step.
@@ -100,7 +100,7 @@ class PPOConfig:
             extractor's gradient is not clipped, and the larger of the two value losses is chosen for a whole minibatch.
 
     Raises:
-        ConfigurationError: If a value makes no sense; says which and why.
+        ConfigurationError: If a value is out of range; says which and why.
 
     Example:
         >>> PPOConfig(gamma=0.95, actor=ActorConfig(clip_ratio=0.2)).actor.learning_rate

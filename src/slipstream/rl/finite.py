@@ -1,4 +1,4 @@
-"""A stop for numbers that are none, before they reach parameters."""
+"""A check for infinities and NaNs, before they reach parameters."""
 
 from __future__ import annotations
 

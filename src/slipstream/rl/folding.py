@@ -2,7 +2,7 @@
 
 A convolution over 36 x 4 with few channels keeps a CPU busy with edges. Its four columns of pitch become channels of a
 convolution over azimuth alone, whose weights are the original ones, each at every place it acts on, and zeros
-elsewhere. They are built anew in each forward pass, so gradients reach the original ones.
+elsewhere. They are rebuilt in each forward pass, so gradients reach the original ones.
 """
 
 from __future__ import annotations

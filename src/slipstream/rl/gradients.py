@@ -57,7 +57,8 @@ def sum_gradients(
         other_metrics, other_gradients = done[number]
         for name, value in other_metrics.items():
             metrics[name] += value
-        torch._foreach_add_(gradients, other_gradients)
+        for gradient, other in zip(gradients, other_gradients, strict=True):
+            gradient.add_(other)
     return metrics, gradients
 
 

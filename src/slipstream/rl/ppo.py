@@ -351,7 +351,7 @@ class PPO:
 
 
 def _without_next(batch: Any) -> Any:
-    """Return a rollout without next observations, so that minibatches do not copy what no loss needs."""
+    """Return a rollout without next observations: no loss needs them, so minibatches should not copy them."""
     return batch.exclude("next") if is_tensor_collection(batch) else batch
 
 
