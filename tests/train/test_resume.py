@@ -143,10 +143,10 @@ def test_a_run_without_a_checkpoint_starts_over_with_any_settings(tmp_path, trai
 
 
 def test_evaluations_of_iterations_after_the_checkpoint_are_deleted_and_repeated(tmp_path, train):
-    train("x", "eval_interval=1", "eval_episodes=2", until=4)
+    train("x", "eval_interval=1", "eval_episodes=2", "env.num_maps=1", until=4)
     for iteration in (3, 4):
         (tmp_path / f"x/checkpoints/checkpoint_iter_{iteration}.slip").unlink()
-    trainer = Trainer(small("eval_interval=0"), RunFolder(tmp_path / "x"))
+    trainer = Trainer(small("eval_interval=0", "env.num_maps=1"), RunFolder(tmp_path / "x"))
     with contextlib.closing(trainer):
         assert trainer.restore() == 2
         trainer.run()

@@ -145,6 +145,7 @@ def test_a_run_of_a_version_without_the_newer_settings_has_what_that_version_did
         del values["env"][name]
     for name in ("mirror", "mirror_coefficient", "precision", "update_threads"):
         del values["algo"][name]
+    del values["sim"]["response_delay"]
     assert settings_from(values) == compose_settings(["preset=navrl"])
 
 
