@@ -176,9 +176,9 @@ class Simulation:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that changes: drones, tasks, progress, obstacles and generators."""
         return {
-            "drone": {name: part.clone() for name, part in self.drone._asdict().items()},
-            "task": {name: part.clone() for name, part in self.task._asdict().items()},
-            "progress": {name: part.clone() for name, part in self.progress._asdict().items()},
+            "drone": _copy(self.drone),
+            "task": _copy(self.task),
+            "progress": _copy(self.progress),
             "obstacles": self.obstacles.state_dict(),
             "generators": {"starts": self._starts.get_state(), "ways": self._ways.get_state()},
         }
@@ -314,6 +314,10 @@ def _make_perceive(config: NavigationConfig, device: torch.device) -> Callable[.
         return observation, judge(position, velocity, previous_velocity, task, distances, nearby, range_m, terms)
 
     return perceive
+
+
+def _copy(parts: DroneState | Task | Progress) -> dict[str, torch.Tensor]:
+    return {name: part.clone() for name, part in parts._asdict().items()}
 
 
 def _replace_rows(old: Any, rows: torch.Tensor, new: Any) -> list[torch.Tensor]:
