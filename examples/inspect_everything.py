@@ -14,7 +14,7 @@ from rich.table import Table
 from slipstream import CheckpointManager, Container, Trainer, compose_settings, inspect_checkpoint, load_rollout
 from slipstream.train.folder import RunFolder, read_metrics
 
-SMALL = "preset=quick env.num_envs=16 env.num_obstacles=40 max_frame_num=2048 algo.num_minibatches=2 save_interval=2"
+SMALL = "preset=quick env.num_envs=16 env.num_obstacles=40 max_frame_num=1024 algo.num_minibatches=2 save_interval=2"
 QUICK = "rollout_save_interval=2 eval_interval=4 eval_episodes=8 env.max_episode_length=40 wandb=disabled"
 METRICS = ("iteration", "env_frames", "actor_loss", "train/stats.reach_goal", "perf/iteration_mean")
 screen = Console(markup=False, highlight=False, width=120)
