@@ -18,7 +18,7 @@ TINY = {  # those that take a minute as they are
 }
 SAYS = {
     "checkpoint_your_loop.py": r"resumed after step 20, .*\n.*\n.*bit for bit: True",
-    "inspect_everything.py": r"(?s)the last of 4 lines.*ppo/policy.*agents/observation/lidar.*unseen",
+    "inspect_everything.py": r"(?s)the last of 4 lines.*ppo/policy.*agents/observation/lidar.*through",
     "navrl_loop.py": r"checkpoint_3\.pt\.lz4 holds policy, optimizers, num_updates, metadata after 1536 frames",
     "offline_bc.py": r"epoch 3: 0\.[0-7]",
     "packed_replay_sac.py": r"1600 steps are [1-9][\d.]+ times smaller",

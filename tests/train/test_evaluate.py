@@ -7,9 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from slipstream import ConfigurationError, NavRLPolicy, load_rollout
-from slipstream.nav import velocity_from_unit
 from slipstream.train.evaluate import (
     OUTCOMES,
     Scenario,
@@ -19,6 +16,9 @@ from slipstream.train.evaluate import (
     save_evaluation,
     standard_scenarios,
 )
+
+from slipstream import ConfigurationError, NavRLPolicy, load_rollout
+from slipstream.nav import velocity_from_unit
 from tests.train.conftest import small
 
 EMPTY = Scenario("empty", "Empty world", (1,), 0, 0)

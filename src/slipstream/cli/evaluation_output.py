@@ -86,7 +86,7 @@ def footnotes(results: Sequence[ScenarioResult]) -> list[str]:
     single = [result.flown.title for result in results if result.interval == "assumed"]
     if single:
         lines.append(
-            f"{', '.join(single)}: one map cannot show how much maps differ, so these intervals assume a correlation of "
+            f"{', '.join(single)}: one map does not show how maps differ, so their intervals assume a correlation of "
             f"{ASSUMED_CORRELATION} between flights. Fly more maps."
         )
     return lines

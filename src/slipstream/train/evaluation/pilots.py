@@ -1,7 +1,7 @@
 """Pilots: functions from what a drone observes to the velocity it should take. They compose.
 
-A policy, the planner, a shield around either, and noisy or late sensors all have the same function type, so an evaluation
-flies any combination.
+A policy, the planner, a shield around either, and noisy or late sensors all have the same function type, so an
+evaluation flies any combination.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def delayed(pilot: Pilot, num_steps: int) -> Pilot:
 def noisy(pilot: Pilot, noise_m: float, dropout: float, range_m: float, seed: int) -> Pilot:
     """Return a pilot whose LiDAR measures with noise and misses returns.
 
-    Rays that hit nothing stay as they are. Each step draws the same number of random numbers on the CPU: a seed gives the
-    same noise on every device and for every pilot.
+    Rays that hit nothing stay as they are. Each step draws the same number of random numbers on the CPU: a seed gives
+    the same noise on every device and for every pilot.
 
     Args:
         pilot: What flies.
