@@ -7,6 +7,7 @@ evaluation flies any combination.
 from __future__ import annotations
 
 import collections
+import copy
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,15 +87,17 @@ class Sensors:
 
 
 def policy_candidate(policy: NavRLPolicy, choose: Choice = "mean") -> Candidate:
-    """Return a learned policy as a candidate; its weights are shared, not copied.
+    """Return a copy of a learned policy as a candidate; it computes in float32, as an exported policy does.
 
     Args:
         policy: With an action map, on the device of the simulation.
         choose: How actions are chosen from their distribution.
     """
+    flown = copy.deepcopy(policy)
+    flown.precision = "float32"
 
     def make_pilot(_: NavigationConfig) -> Pilot:
-        return policy_pilot(policy, choose)
+        return policy_pilot(flown, choose)
 
     return Candidate("policy", "policy", make_pilot)
 
