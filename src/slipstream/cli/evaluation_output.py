@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from slipstream.train.evaluation.compare import Comparison
-from slipstream.train.evaluation.flights import SEED, OnStep
-from slipstream.train.evaluation.jobs import Job, run_jobs
-from slipstream.train.evaluation.results import RATES, ScenarioResult
-from slipstream.train.evaluation.statistics import ASSUMED_CORRELATION, Interval
-from slipstream.train.settings import TrainSettings
+if TYPE_CHECKING:
+    from slipstream.train.evaluation.compare import Comparison
+    from slipstream.train.evaluation.flights import OnStep
+    from slipstream.train.evaluation.jobs import Job
+    from slipstream.train.evaluation.results import ScenarioResult
+    from slipstream.train.evaluation.statistics import Interval
+    from slipstream.train.settings import TrainSettings
 
+_RATES = ("success", "static_collision", "dynamic_collision", "out_of_bounds", "timeout")
 _MEAN_TITLES = {"inside_share": "inside field", "time_to_goal_s": "time to goal s", "path_length_m": "path length m"}
 
 
 def fly_jobs(
-    jobs: Sequence[Job], settings: TrainSettings, screen: Console, episodes: int, seed: int = SEED
+    jobs: Sequence[Job], settings: TrainSettings, screen: Console, episodes: int, seed: int
 ) -> list[ScenarioResult]:
     """Fly jobs with a progress bar for each; without a terminal, a line for each."""
+    from slipstream.train.evaluation.jobs import run_jobs  # noqa: PLC0415 - this module works without torch
+
     columns = (TextColumn("flying: {task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeElapsedColumn(), console=screen, disable=not screen.is_terminal) as progress:
 
@@ -41,13 +46,13 @@ def fly_jobs(
 def results_table(results: Sequence[ScenarioResult]) -> Table:
     """Return a row for each scenario and candidate."""
     table = Table("scenario", "flights", "maps")
-    for name in RATES:
+    for name in _RATES:
         table.add_column(name.replace("_", " "), justify="right")
     for title in _MEAN_TITLES.values():
         table.add_column(title, justify="right")
     for result in results:
         cells = [result.flown.title, str(result.episodes), str(len(result.scenario.map_seeds))]
-        cells += [rate_text(result.rates[name]) for name in RATES]
+        cells += [rate_text(result.rates[name]) for name in _RATES]
         cells.append(rate_text(result.means["inside_share"]))
         cells.append(_mean_text(result.means["time_to_goal_s"]))
         cells.append(_mean_text(result.means["path_length_m"]))
@@ -86,8 +91,8 @@ def footnotes(results: Sequence[ScenarioResult]) -> list[str]:
     single = [result.flown.title for result in results if result.interval == "assumed"]
     if single:
         lines.append(
-            f"{', '.join(single)}: one map does not show how maps differ, so their intervals assume a correlation of "
-            f"{ASSUMED_CORRELATION} between flights. Fly more maps."
+            f"{', '.join(single)}: one map does not show how maps differ, so their intervals assume that flights are "
+            "correlated. Fly more maps."
         )
     return lines
 

@@ -95,11 +95,12 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str,
     """Evaluate, write the report, and return the results."""
     from slipstream.cli.evaluation_output import fly_jobs  # noqa: PLC0415 - keeps --help quick
     from slipstream.report.page import write_report  # noqa: PLC0415
+    from slipstream.train.evaluation.flights import SEED  # noqa: PLC0415
     from slipstream.train.evaluation.jobs import describe_conditions, final_jobs  # noqa: PLC0415
     from slipstream.train.evaluation.results import save_evaluation  # noqa: PLC0415
 
     jobs = final_jobs(trainer.ppo.policy, settings)
-    results = fly_jobs(jobs, settings, screen, settings.eval_episodes)
+    results = fly_jobs(jobs, settings, screen, settings.eval_episodes, SEED)
     conditions = describe_conditions(jobs, settings, episodes=settings.eval_episodes)
     about = {**trainer.about(), "conditions": conditions}
     _, document = save_evaluation(results, trainer.folder.evaluations, "final", about)

@@ -98,7 +98,7 @@ def learning_charts(metrics: Metrics, evaluations: Sequence[Evaluation]) -> list
 
 
 def _others(metrics: Metrics) -> list[str]:
-    """Return metrics that have no place of their own."""
+    """Return the metrics that no planned chart shows."""
     planned = {key for plan in _LEARNING for key, _, _ in plan.keys} | _SHOWN_ELSEWHERE
     free = (key for key in metrics.columns if key not in planned and not key.startswith(_ELSEWHERE_PREFIXES))
     return sorted(free)[:MAX_OTHERS]

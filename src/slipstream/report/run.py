@@ -1,4 +1,4 @@
-"""What there is in a run folder; nothing in it is trusted, and what is damaged is told and left out."""
+"""Read a run folder. Nothing in it is trusted; damaged files become problems that the page lists."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Read a run folder; changes nothing in it, and may be called while the run goes on.
+    """Read a run folder; changes nothing in it, and may be called while the run is training.
 
     Args:
         folder: The run folder, or a link to it such as ``runs/last``.

@@ -126,8 +126,13 @@ def policy_pilot(policy: NavRLPolicy, choose: Choice = "mean") -> Pilot:
     tensordict_class = import_tensordict().TensorDict
 
     def pilot(observation: Observation) -> torch.Tensor:
-        batch_size = [len(observation.state)]
-        seen = tensordict_class({"agents": {"observation": observation._asdict()}}, batch_size=batch_size)
+        parts = {
+            "state": observation.state,
+            "lidar": observation.lidar,
+            "direction": observation.direction,
+            "dynamic_obstacle": observation.dynamic_obstacle,
+        }
+        seen = tensordict_class({"agents": {"observation": parts}}, batch_size=[len(observation.state)])
         command: torch.Tensor = policy.act(seen, choose)[ACTION]
         return command
 
@@ -193,7 +198,8 @@ def noisy(pilot: Pilot, noise_m: float, dropout: float, range_m: float, seed: in
         draw = torch.rand(lidar.shape, generator=generator).to(lidar)
         measured = (lidar + noise_m * noise).clamp(0.0, range_m)
         returned = (lidar > 0) & (draw >= dropout)
-        return pilot(observation._replace(lidar=torch.where(returned, measured, torch.zeros_like(lidar))))
+        disturbed = torch.where(returned, measured, torch.zeros_like(lidar))
+        return pilot(Observation(observation.state, disturbed, observation.direction, observation.dynamic_obstacle))
 
     return noisy_pilot
 
