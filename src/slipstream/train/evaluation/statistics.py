@@ -19,8 +19,8 @@ NUM_RESAMPLES = 4000
 RESAMPLING_SEED = 20_000
 SIGNIFICANCE = 0.05
 
-# Assumed correlation between two flights on one map where the data cannot show it. About .02 was measured in this
-# simulator, so .1 errs on the safe side.
+# Assumed correlation between two flights on one map where the data cannot show it. In this simulator .04 was measured
+# on the line and about 0 through the field, so .1 errs on the safe side.
 ASSUMED_CORRELATION = 0.1
 
 _Z95 = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
