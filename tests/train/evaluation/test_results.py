@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from slipstream import ConfigurationError, NavRLPolicy, load_rollout, policy_candidate
-from slipstream.nav import velocity_from_unit
+from slipstream.nav import Simulation, velocity_from_unit
 from slipstream.train.evaluation.compare import compare
-from slipstream.train.evaluation.flights import OUTCOMES, fly, make_simulation
+from slipstream.train.evaluation.flights import OUTCOMES, fly
 from slipstream.train.evaluation.jobs import Job, describe_conditions, run_jobs
 from slipstream.train.evaluation.pilots import Sensors
 from slipstream.train.evaluation.results import choose_name, evaluate, require_writable, save_evaluation
@@ -95,7 +95,7 @@ def test_no_flight_on_the_line_is_flown_twice_even_if_nothing_moves():
     still_world = Scenario("line", "Line", "line", 1000, 3, 40, 0)
     flights = set()
     for part in plan_flights(still_world, small(), 3 * 1100, seed=1):
-        simulation = make_simulation(part.config, torch.device("cpu"))
+        simulation = Simulation(part.config)
         per_map = part.config.num_envs // part.config.num_maps
         for drone, start in enumerate(simulation.task.start_m.tolist()):
             flights.add((part.config.map_seed + drone // per_map, *start))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 from slipstream.nav.config import NavigationConfig
 from slipstream.nav.observation import Observation
 from slipstream.nav.simulation import Outcome, Simulation
-from slipstream.nav.world import StaticMap, generate_map
 from slipstream.tensors import import_tensordict
 from slipstream.train.evaluation.pilots import Candidate, Pilot, Sensors, with_sensors
 from slipstream.train.evaluation.scenarios import NUM_EPISODES, Part, Scenario, fit_scenario, plan_flights
@@ -146,7 +144,7 @@ def fly(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for part in parts:
-            simulation = make_simulation(part.config, device)
+            simulation = Simulation(part.config, device)
             pilot = with_sensors(candidate.make_pilot(part.config), sensors, part.config, part.config.seed)
             tally = fly_episodes(pilot, simulation, on_step=report)
             num_steps += int(tally.steps.sum())
@@ -191,7 +189,7 @@ def record_flights(
         device: Where the simulation runs.
     """
     alone = replace(config, num_maps=1, num_envs=count)
-    simulation = make_simulation(alone, device)
+    simulation = Simulation(alone, device)
     recorder = _Recorder(simulation)
     pilot = with_sensors(candidate.make_pilot(alone), sensors, alone, alone.seed)
     fly_episodes(pilot, simulation, recorder)
@@ -225,13 +223,6 @@ def fly_episodes(
         if on_step is not None:
             on_step(tally.num_ended)
     return tally
-
-
-def make_simulation(config: NavigationConfig, device: torch.device) -> Simulation:
-    """Return a simulation; maps that were needed before are reused, because placing the boxes takes a while."""
-    seeds = range(config.map_seed, config.map_seed + config.num_maps)
-    maps = [_cached_map(config.num_static_obstacles, config.map_half_extent_m, seed) for seed in seeds]
-    return Simulation(config, device, maps)
 
 
 class Tally:
@@ -330,11 +321,6 @@ class _Recorder:
             "obstacle_is_cylinder": simulation.obstacles.standing.tolist(),
         }
         return Flights(data, world)
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_map(num_boxes: int, half_extent_m: float, seed: int) -> StaticMap:
-    return generate_map(num_boxes, half_extent_m, seed)
 
 
 def _stack(moments: list[torch.Tensor]) -> torch.Tensor:
