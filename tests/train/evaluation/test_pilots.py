@@ -8,11 +8,11 @@ from slipstream.nav import NavigationConfig, Observation, velocity_from_unit
 from slipstream.train.evaluation.pilots import (
     Sensors,
     delayed,
+    make_sensing,
     noisy,
     policy_candidate,
     policy_pilot,
     shielded,
-    with_sensors,
 )
 
 CONFIG = NavigationConfig(num_envs=3, dynamics="lag", dt_s=0.1)
@@ -23,17 +23,6 @@ def observation(value: float = 1.0, envs: int = 3) -> Observation:
     lidar = torch.full((envs, 1, 36, 4), value)
     lidar[:, :, ::2] = 0
     return Observation(torch.zeros(envs, 8), lidar, torch.zeros(envs, 1, 3), torch.zeros(envs, 1, 5, 10))
-
-
-class Witness:
-    """A pilot that remembers what it saw."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __call__(self, seen):
-        self.seen.append(seen)
-        return torch.zeros(len(seen.state), 3)
 
 
 def test_a_policy_as_a_pilot_commands_its_mean_action_in_metres_per_second():
@@ -60,53 +49,42 @@ def test_a_shield_gets_the_observation_and_the_command_of_the_pilot_inside():
     assert torch.equal(pilot(seen), 2 * command)
 
 
-def test_a_late_pilot_acts_on_the_observation_of_some_steps_ago():
-    witness = Witness()
-    pilot = delayed(witness, 2)
-    for value in (0.0, 1.0, 2.0, 3.0):
-        pilot(observation(value))
-    assert [float(seen.lidar.max()) for seen in witness.seen] == [0, 0, 0, 1]
+def test_a_late_sensor_shows_the_observation_of_some_steps_ago():
+    sense = delayed(2)
+    seen = [sense(observation(value)) for value in (0.0, 1.0, 2.0, 3.0)]
+    assert [float(one.lidar.max()) for one in seen] == [0, 0, 0, 1]
 
 
 def test_noise_has_the_standard_deviation_asked_for_and_spares_rays_without_a_return():
-    witness = Witness()
-    noisy(witness, 0.05, 0.0, 4.0, seed=1)(observation(2.0, envs=200))
-    lidar = witness.seen[0].lidar
+    lidar = noisy(0.05, 0.0, 4.0, seed=1)(observation(2.0, envs=200)).lidar
     assert (lidar[:, :, ::2] == 0).all()
     assert float(lidar[:, :, 1::2].std()) == pytest.approx(0.05, rel=0.05)
     assert float(lidar[:, :, 1::2].mean()) == pytest.approx(2.0, abs=0.005)
 
 
 def test_returns_that_drop_out_look_like_free_space():
-    witness = Witness()
-    noisy(witness, 0.0, 0.3, 4.0, seed=1)(observation(2.0, envs=200))
-    lidar = witness.seen[0].lidar[:, :, 1::2]
+    lidar = noisy(0.0, 0.3, 4.0, seed=1)(observation(2.0, envs=200)).lidar[:, :, 1::2]
     assert set(lidar.unique().tolist()) == {0.0, 2.0}
     assert float((lidar == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
 
 
 def test_noise_depends_on_the_seed_alone():
-    witness = Witness()
-    for seed in (1, 1, 2):
-        noisy(witness, 0.1, 0.1, 4.0, seed)(observation(2.0))
-    first, same, other = (seen.lidar for seen in witness.seen)
+    first, same, other = (noisy(0.1, 0.1, 4.0, seed)(observation(2.0)).lidar for seed in (1, 1, 2))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
 
 
 def test_a_measurement_is_disturbed_before_it_gets_old():
-    witness = Witness()
-    pilot = with_sensors(witness, Sensors(lidar_noise_m=0.1, latency_s=0.1), CONFIG, seed=1)
-    pilot(observation(2.0))
-    pilot(observation(3.0))
+    sense = make_sensing(Sensors(lidar_noise_m=0.1, latency_s=0.1), CONFIG, seed=1)
+    first = sense(observation(2.0)).lidar
     # The same measurement arrives twice, so its noise must be the same.
-    assert torch.equal(witness.seen[0].lidar, witness.seen[1].lidar)
-    assert witness.seen[0].lidar.unique().numel() > 100
+    assert torch.equal(sense(observation(3.0)).lidar, first)
+    assert first.unique().numel() > 100
 
 
 def test_perfect_sensors_change_nothing():
-    witness = Witness()
-    assert with_sensors(witness, Sensors(), CONFIG, seed=1) is witness
+    seen = observation()
+    assert make_sensing(Sensors(), CONFIG, seed=1)(seen) is seen
     assert Sensors().describe() == ""
 
 

@@ -15,7 +15,7 @@ from slipstream.nav.config import NavigationConfig
 from slipstream.nav.observation import Observation
 from slipstream.nav.simulation import Outcome, Simulation
 from slipstream.tensors import import_tensordict
-from slipstream.train.evaluation.pilots import Candidate, Pilot, Sensors, with_sensors
+from slipstream.train.evaluation.pilots import Candidate, Pilot, Sensing, Sensors, make_sensing
 from slipstream.train.evaluation.scenarios import NUM_EPISODES, Part, Scenario, fit_scenario, plan_flights
 from slipstream.train.settings import TrainSettings
 
@@ -145,8 +145,9 @@ def fly(
         torch.manual_seed(seed)
         for part in parts:
             simulation = Simulation(part.config, device)
-            pilot = with_sensors(candidate.make_pilot(part.config), sensors, part.config, part.config.seed)
-            tally = fly_episodes(pilot, simulation, on_step=report)
+            pilot = candidate.make_pilot(part.config)
+            sense = make_sensing(sensors, part.config, part.config.seed)
+            tally = fly_episodes(pilot, simulation, sense, on_step=report)
             num_steps += int(tally.steps.sum())
             num_ended += part.config.num_envs
             logs.append(_log_of(tally, part))
@@ -191,14 +192,15 @@ def record_flights(
     alone = replace(config, num_maps=1, num_envs=count)
     simulation = Simulation(alone, device)
     recorder = _Recorder(simulation)
-    pilot = with_sensors(candidate.make_pilot(alone), sensors, alone, alone.seed)
-    fly_episodes(pilot, simulation, recorder)
+    sense = make_sensing(sensors, alone, alone.seed)
+    fly_episodes(candidate.make_pilot(alone), simulation, sense, recorder)
     return recorder.flights()
 
 
 def fly_episodes(
     pilot: Pilot,
     simulation: Simulation,
+    sense: Sensing,
     recorder: _Recorder | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> Tally:
@@ -207,6 +209,7 @@ def fly_episodes(
     Args:
         pilot: What flies.
         simulation: Where; it is reset first.
+        sense: Returns what the pilot gets to see of an observation.
         recorder: Keeps every moment, if given.
         on_step: Called after each step with the number of episodes that have ended.
     """
@@ -215,7 +218,7 @@ def fly_episodes(
     if recorder is not None:
         recorder.add(observation, tally)
     while tally.num_ended < len(tally.outcome):
-        outcome = simulation.step(pilot(observation))
+        outcome = simulation.step(_command(pilot, sense(observation), tally.outcome == 0))
         observation = outcome.observation
         tally.add(outcome)
         if recorder is not None:
@@ -223,6 +226,15 @@ def fly_episodes(
         if on_step is not None:
             on_step(tally.num_ended)
     return tally
+
+
+def _command(pilot: Pilot, observation: Observation, flying: torch.Tensor) -> torch.Tensor:
+    """Return the commands of all drones; the pilot computes only those of drones that are still flying."""
+    rows = flying.nonzero().squeeze(1)
+    some = Observation(*(part[rows] for part in observation))
+    commands = torch.zeros_like(observation.state[:, :3])
+    commands[rows] = pilot(some)
+    return commands
 
 
 class Tally:

@@ -1,7 +1,7 @@
-"""Pilots: functions from what a drone observes to the velocity it should take. They compose.
+"""Pilots: functions from what a drone observes to the velocity it should take, and sensors between world and pilot.
 
-A policy, the planner, a shield around either, and noisy or late sensors all have the same function type, so an
-evaluation flies any combination.
+A policy, the planner, and a shield around either have the same function type. Sensing functions return a noisy or late
+observation and can be chained. An evaluation flies any combination.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from slipstream.rl.network import ACTION, Choice, NavRLPolicy
 from slipstream.tensors import import_tensordict
 
 Pilot = Callable[[Observation], torch.Tensor]
-"""Returns a velocity in goal coordinates, m/s, ``[envs, 3]``, for an observation of all drones."""
+"""Returns a velocity in goal coordinates, m/s, ``[drones, 3]``, for the observation of some drones."""
+
+Sensing = Callable[[Observation], Observation]
+"""Returns what a pilot gets to see of an observation of all drones; called once in each step."""
 
 
 @dataclass(frozen=True)
@@ -148,42 +151,47 @@ def shielded(pilot: Pilot, shield: Callable[[Observation, torch.Tensor], torch.T
     return safe_pilot
 
 
-def with_sensors(pilot: Pilot, sensors: Sensors, config: NavigationConfig, seed: int) -> Pilot:
-    """Return a pilot that observes through imperfect sensors; measurements are disturbed first and delayed then.
+def make_sensing(sensors: Sensors, config: NavigationConfig, seed: int) -> Sensing:
+    """Return a function from perfect to imperfect observations; measurements are disturbed first and delayed then.
 
     Args:
-        pilot: What flies. A shield inside it observes the same imperfect measurements.
         sensors: What is wrong with them.
         config: Of the simulation, for its LiDAR and its step.
         seed: Of the noise, which has a generator to itself.
     """
+    stages: list[Sensing] = []
+    if sensors.lidar_noise_m or sensors.dropout:
+        stages.append(noisy(sensors.lidar_noise_m, sensors.dropout, config.lidar.range_m, seed))
     num_steps = sensors.latency_steps(config.dt_s)
     if num_steps:
-        pilot = delayed(pilot, num_steps)
-    if sensors.lidar_noise_m or sensors.dropout:
-        pilot = noisy(pilot, sensors.lidar_noise_m, sensors.dropout, config.lidar.range_m, seed)
-    return pilot
+        stages.append(delayed(num_steps))
+
+    def sense(observation: Observation) -> Observation:
+        for stage in stages:
+            observation = stage(observation)
+        return observation
+
+    return sense
 
 
-def delayed(pilot: Pilot, num_steps: int) -> Pilot:
-    """Return a pilot whose commands are based on observations of `num_steps` steps ago; at first, on the first one."""
+def delayed(num_steps: int) -> Sensing:
+    """Return a function that returns the observation of `num_steps` steps ago; at first, the first one."""
     waiting: collections.deque[Observation] = collections.deque(maxlen=num_steps + 1)
 
-    def late_pilot(observation: Observation) -> torch.Tensor:
+    def sense(observation: Observation) -> Observation:
         waiting.append(observation)
-        return pilot(waiting[0])
+        return waiting[0]
 
-    return late_pilot
+    return sense
 
 
-def noisy(pilot: Pilot, noise_m: float, dropout: float, range_m: float, seed: int) -> Pilot:
-    """Return a pilot whose LiDAR measures with noise and misses returns.
+def noisy(noise_m: float, dropout: float, range_m: float, seed: int) -> Sensing:
+    """Return a function whose LiDAR measures with noise and misses returns.
 
     Rays that hit nothing stay as they are. Each step draws the same number of random numbers on the CPU: a seed gives
     the same noise on every device and for every pilot.
 
     Args:
-        pilot: What flies.
         noise_m: Standard deviation of the distance.
         dropout: Share of returns that are missing.
         range_m: How far the LiDAR reaches.
@@ -191,7 +199,7 @@ def noisy(pilot: Pilot, noise_m: float, dropout: float, range_m: float, seed: in
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def noisy_pilot(observation: Observation) -> torch.Tensor:
+    def sense(observation: Observation) -> Observation:
         # The observation is range minus distance, so 0 is a ray without a return.
         lidar = observation.lidar
         noise = torch.randn(lidar.shape, generator=generator).to(lidar)
@@ -199,9 +207,9 @@ def noisy(pilot: Pilot, noise_m: float, dropout: float, range_m: float, seed: in
         measured = (lidar + noise_m * noise).clamp(0.0, range_m)
         returned = (lidar > 0) & (draw >= dropout)
         disturbed = torch.where(returned, measured, torch.zeros_like(lidar))
-        return pilot(Observation(observation.state, disturbed, observation.direction, observation.dynamic_obstacle))
+        return Observation(observation.state, disturbed, observation.direction, observation.dynamic_obstacle)
 
-    return noisy_pilot
+    return sense
 
 
 def _from_nav(module: str, name: str) -> Any:
