@@ -165,6 +165,43 @@ def test_the_table_has_a_row_for_each_scenario_and_says_what_intervals_mean(run,
     assert f"written to {tmp_path / 'evaluation.json'}" in shown.out
 
 
+def test_the_planner_flies_without_a_checkpoint_or_in_the_world_of_a_run(run, slipstream, tmp_path):
+    options = ("--scenario", "empty", *FEW, "--output", tmp_path)
+    document = slipstream.json("eval", "--policy", "planner", "preset=quick", "env.max_episode_length=400", *options)
+    assert document["checkpoint"] is None
+    [result] = document["results"]
+    assert (result["candidate"], result["success"]["mean"]) == ("planner", 1.0)
+    assert (tmp_path / "evaluation_planner.json").exists()
+    in_run = slipstream.json("eval", run, "--policy", "planner", *options)
+    assert in_run["conditions"]["max_episode_length"] == 20
+    assert in_run["results"][0]["timeout"]["mean"] == 1.0
+
+
+def test_a_shielded_policy_is_named_as_one(run, slipstream, tmp_path):
+    document = slipstream.json("eval", run, "--shield", "--scenario", "through", *FEW, "--output", tmp_path)
+    [result] = document["results"]
+    assert result["candidate"] == "policy_shield"
+    assert result["title"] == "Through the field, unseen maps: policy with shield"
+    assert result["flights"] == "evaluation_shield_through_policy_shield.slip"
+
+
+def test_a_policy_can_be_compared_with_the_planner(run, slipstream):
+    options = ("env.max_episode_length=400", "--scenario", "empty", "--episodes", 12)
+    shown = slipstream("eval", "--compare", run, "planner", *options)
+    assert "planner is better by" in shown.out
+    assert "which is significant" in shown.out
+
+
+def test_the_robustness_table_has_a_row_for_each_fault_with_and_without_shield(run, slipstream, tmp_path):
+    shown = slipstream("eval", run, "--robustness", "--episodes", 2, "--maps", 2, "--output", tmp_path)
+    assert shown.code == 0, shown.err
+    for words in ("success: policy", "success: policy with shield", "perfect", "30 % of returns missing"):
+        assert words in shown.out
+    document = json.loads((tmp_path / "evaluation_robustness.json").read_text())
+    assert len(document["results"]) == 16
+    assert {one["candidate"] for one in document["results"]} == {"policy", "policy_shield"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

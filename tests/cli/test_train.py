@@ -26,11 +26,23 @@ def run(slipstream, tmp_path_factory):
 def test_a_training_ends_with_an_evaluation_a_report_and_what_came_of_it(run):
     out = (run.parent / "out.txt").read_text()
     assert "denormal numbers flushed to zero" in out
-    for words in ("success ", "static collision ", "dynamic collision ", "frames/s", "of stall each"):
+    for words in (
+        "success ",
+        "success with shield ",
+        "success of planner ",
+        "static collision ",
+        "frames/s",
+        "of stall each",
+    ):
         assert words in out
     assert f"report             {run / 'report.html'}" in out
     assert (run / "report.html").stat().st_size > 100_000
-    assert {path.name for path in (run / "eval").glob("final*")} >= {"final.json", "final_through.slip"}
+    assert {path.name for path in (run / "eval").glob("final*")} >= {
+        "final.json",
+        "final_through.slip",
+        "final_through_planner.slip",
+        "final_through_policy_shield.slip",
+    }
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,10 +75,8 @@ def final_jobs(policy: NavRLPolicy, settings: TrainSettings) -> list[Job]:
     scenarios = standard_scenarios(settings)
     candidate = policy_candidate(policy)
     jobs = plan_jobs(candidate, scenarios)
-    if importlib.util.find_spec("slipstream.nav.shield") is not None:
-        jobs += plan_jobs(with_shield(candidate), scenarios[:1])
-    if importlib.util.find_spec("slipstream.nav.planner") is not None:
-        jobs += plan_jobs(planner_candidate(), scenarios[:1])
+    jobs += plan_jobs(with_shield(candidate), scenarios[:1])
+    jobs += plan_jobs(planner_candidate(), scenarios[:1])
     return jobs
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import collections
 import copy
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from slipstream.checks import require_number
 from slipstream.errors import ConfigurationError
+from slipstream.nav.avoidance import ShieldConfig
 from slipstream.nav.config import NavigationConfig
 from slipstream.nav.observation import Observation
+from slipstream.nav.planner import Planner
+from slipstream.nav.shield import Shield
 from slipstream.rl.network import ACTION, Choice, NavRLPolicy
 from slipstream.tensors import import_tensordict
 
@@ -108,9 +109,8 @@ def policy_candidate(policy: NavRLPolicy, choose: Choice = "mean") -> Candidate:
 def planner_candidate() -> Candidate:
     """Return the planner, which has learned nothing: the reference for every policy."""
 
-    def make_pilot(_: NavigationConfig) -> Pilot:
-        planner: Pilot = _from_nav("planner", "Planner")
-        return planner
+    def make_pilot(config: NavigationConfig) -> Pilot:
+        return Planner(ShieldConfig(lidar=config.lidar))
 
     return Candidate("planner", "planner", make_pilot)
 
@@ -119,7 +119,7 @@ def with_shield(candidate: Candidate) -> Candidate:
     """Return a candidate whose commands pass through a shield."""
 
     def make_pilot(config: NavigationConfig) -> Pilot:
-        return shielded(candidate.make_pilot(config), _from_nav("shield", "Shield"))
+        return shielded(candidate.make_pilot(config), Shield(ShieldConfig(lidar=config.lidar)))
 
     return Candidate(f"{candidate.name}_shield", f"{candidate.title} with shield", make_pilot)
 
@@ -210,11 +210,3 @@ def noisy(noise_m: float, dropout: float, range_m: float, seed: int) -> Sensing:
         return Observation(observation.state, disturbed, observation.direction, observation.dynamic_obstacle)
 
     return sense
-
-
-def _from_nav(module: str, name: str) -> Any:
-    try:
-        found = importlib.import_module(f"slipstream.nav.{module}")
-    except ImportError as error:
-        raise ConfigurationError(f"the {module} is not available: {error}") from error
-    return getattr(found, name)()
