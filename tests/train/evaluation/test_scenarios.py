@@ -50,10 +50,10 @@ def test_a_training_map_that_is_changed_or_unknown_is_not_called_the_training_ma
     assert "training" not in by_name(trained=[])
 
 
-def test_one_training_map_is_flown_on_several_courses_and_many_on_one():
-    assert (by_name()["training"].num_maps, by_name()["training"].num_courses) == (1, 8)
-    scenarios = by_name("env.num_envs=64", "env.num_maps=64")
-    assert (scenarios["training"].num_maps, scenarios["training"].num_courses) == (64, 1)
+def test_one_training_map_is_flown_on_many_courses_and_many_on_one():
+    assert (by_name()["training"].num_maps, by_name()["training"].num_courses) == (1, 64)
+    scenarios = by_name("env.num_envs=64", "env.num_maps=16")
+    assert (scenarios["training"].num_maps, scenarios["training"].num_courses) == (16, 4)
 
 
 def test_all_maps_of_a_scenario_share_a_simulation_with_as_many_flights_on_each():
@@ -73,12 +73,13 @@ def test_an_evaluation_flies_whole_episodes_to_the_goal_whatever_the_training_di
     assert config.obstacle_warmup_s > 10
 
 
-def test_courses_of_one_map_are_flown_in_simulations_with_other_seeds():
-    parts = plan_flights(by_name()["training"], small(), 512, seed=1)
-    assert {part.config.map_seed for part in parts} == {0}
-    assert len({part.config.seed for part in parts}) == 8
-    assert sum(part.config.num_envs for part in parts) == 512
-    assert [part.first_cluster for part in parts] == list(range(8))
+def test_courses_of_one_map_share_a_simulation_and_are_clusters():
+    [part] = plan_flights(by_name()["training"], small(), 512, seed=1)
+    assert part.config.map_seeds == [0] * 64
+    assert part.config.num_envs == 512
+    many = plan_flights(by_name("env.num_maps=16")["training"], small(), 16 * 4 * 100, seed=1)
+    assert [seed for part in many for seed in part.config.map_seeds] == [seed for seed in range(16) for _ in range(4)]
+    assert [part.first_cluster for part in many] == [0, 20, 40, 60]
 
 
 def test_more_flights_than_fit_into_a_simulation_are_flown_map_by_map():

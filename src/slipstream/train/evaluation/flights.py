@@ -189,7 +189,7 @@ def record_flights(
         count: The number of flights.
         device: Where the simulation runs.
     """
-    alone = replace(config, num_maps=1, num_envs=count)
+    alone = replace(config, num_maps=1, map_repeats=1, num_envs=count)
     simulation = Simulation(alone, device)
     recorder = _Recorder(simulation)
     sense = make_sensing(sensors, alone, alone.seed)

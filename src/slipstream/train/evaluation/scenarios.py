@@ -14,7 +14,6 @@ FIRST_UNSEEN_MAP = 1000
 NUM_MAPS = 64
 NUM_EPISODES = 512
 OBSTACLE_WARMUP_S = 20.0  # obstacles leave their origins in this time, so a start meets them anywhere
-MAX_COURSES = 8
 MAX_DRONES = 2048  # in one simulation: more only cost memory
 SCENARIO_NAMES = ("through", "line", "training", "static", "empty", "border")
 
@@ -55,7 +54,7 @@ class Part:
 
     Attributes:
         config: Of the simulation.
-        first_cluster: The cluster of the first map; the others follow.
+        first_cluster: The cluster of its first world; the others follow.
         first_flight: The number of flights in the parts before this one.
     """
 
@@ -93,7 +92,7 @@ def standard_scenarios(
     if maps:
         known = min(len(maps), num_maps)
         # A single map has no other maps to vary over, so the courses of its obstacles vary.
-        courses = max(1, min(MAX_COURSES, num_maps // known))
+        courses = max(1, num_maps // known)
         training = Scenario(
             "training", "Through, training map", "through", maps[0], known, num_boxes, num_moving, courses
         )
@@ -125,33 +124,33 @@ def plan_flights(scenario: Scenario, settings: TrainSettings, episodes: int, see
         episodes: The number of episodes.
         seed: Of starts, goals and the courses of obstacles.
     """
-    num_maps = scenario.num_maps
     num_courses = scenario.num_courses
-    per_map = math.ceil(episodes / (num_maps * num_courses))
-    at_once = max(1, MAX_DRONES // per_map)
+    num_worlds = scenario.num_maps * num_courses
+    per_world = math.ceil(episodes / num_worlds)
+    # All courses of a map share a simulation.
+    at_once = max(1, MAX_DRONES // (per_world * num_courses)) * num_courses
     parts: list[Part] = []
-    for course in range(num_courses):
-        for begin in range(0, num_maps, at_once):
-            count = min(at_once, num_maps - begin)
-            config = settings.navigation(
-                num_envs=count * per_map,
-                num_maps=count,
-                num_static_obstacles=scenario.num_static_obstacles,
-                num_dynamic_obstacles=scenario.num_dynamic_obstacles,
-                map_seed=scenario.map_seed + begin,
-                start=scenario.start,
-                inside_starts=0.0,
-                obstacle_warmup_s=OBSTACLE_WARMUP_S,
-                centred_reward=False,
-                collision_penalty=0.0,
-                danger_weight=0.0,
-                goal_truncates=True,
-                random_clocks=False,
-                seed=seed + 1000 * len(parts),
-                compile="false",
-            )
-            first_cluster = course * num_maps + begin
-            parts.append(Part(config, first_cluster, first_cluster * per_map))
+    for first in range(0, num_worlds, at_once):
+        count = min(at_once, num_worlds - first)
+        config = settings.navigation(
+            num_envs=count * per_world,
+            num_maps=count,
+            map_repeats=num_courses,
+            num_static_obstacles=scenario.num_static_obstacles,
+            num_dynamic_obstacles=scenario.num_dynamic_obstacles,
+            map_seed=scenario.map_seed + first // num_courses,
+            start=scenario.start,
+            inside_starts=0.0,
+            obstacle_warmup_s=OBSTACLE_WARMUP_S,
+            centred_reward=False,
+            collision_penalty=0.0,
+            danger_weight=0.0,
+            goal_truncates=True,
+            random_clocks=False,
+            seed=seed + 1000 * len(parts),
+            compile="false",
+        )
+        parts.append(Part(config, first, first * per_world))
     return parts
 
 
