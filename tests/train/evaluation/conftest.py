@@ -10,7 +10,7 @@ from tests.train.conftest import small
 
 EMPTY = Scenario("empty", "Empty world", "through", 1000, 1, 0, 0)
 FEW_BOXES = Scenario("static", "Few boxes", "through", 1000, 16, 10, 0)
-CROWDED = Scenario("through", "Through", "through", 1000, 4, 200, 80)
+CROWDED = Scenario("through", "Through", "through", 1000, 4, 60, 80)
 
 
 def long_enough(*overrides: str) -> TrainSettings:

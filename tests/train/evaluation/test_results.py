@@ -144,7 +144,7 @@ def test_flights_are_recorded_moment_by_moment_and_stay_where_they_ended(tmp_pat
         assert (position[end, drone] != position[end - 1, drone]).any()
     assert result.flown.flights is not None
     world = result.flown.flights.world
-    assert len(world["boxes"]) == 200
+    assert len(world["boxes"]) == 60
     assert position[0].tolist() == world["starts"]
     for start, goal, heading in zip(world["starts"], world["goals"], world["headings"], strict=True):
         assert heading == pytest.approx(math.atan2(goal[1] - start[1], goal[0] - start[0]), abs=1e-4)

@@ -51,7 +51,8 @@ def test_a_training_map_that_is_changed_or_unknown_is_not_called_the_training_ma
 
 
 def test_one_training_map_is_flown_on_many_courses_and_many_on_one():
-    assert (by_name()["training"].num_maps, by_name()["training"].num_courses) == (1, 64)
+    single = by_name("env.num_maps=1")["training"]
+    assert (single.num_maps, single.num_courses) == (1, 64)
     scenarios = by_name("env.num_envs=64", "env.num_maps=16")
     assert (scenarios["training"].num_maps, scenarios["training"].num_courses) == (16, 4)
 
@@ -74,7 +75,7 @@ def test_an_evaluation_flies_whole_episodes_to_the_goal_whatever_the_training_di
 
 
 def test_courses_of_one_map_share_a_simulation_and_are_clusters():
-    [part] = plan_flights(by_name()["training"], small(), 512, seed=1)
+    [part] = plan_flights(by_name("env.num_maps=1")["training"], small(), 512, seed=1)
     assert part.config.map_seeds == [0] * 64
     assert part.config.num_envs == 512
     many = plan_flights(by_name("env.num_maps=16")["training"], small(), 16 * 4 * 100, seed=1)
