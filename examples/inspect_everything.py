@@ -54,8 +54,8 @@ def inspect(run: RunFolder) -> None:
         screen.print(f"mean rewards of its first 4 drones: {reward.mean((1, 2)).tolist()}")
         show_rollout(path)
     for path in sorted(run.evaluations.glob("*.json")):
-        found = json.loads(path.read_text())["scenarios"]
-        rows = [[one["name"], one["episodes"], one["success"]["mean"], one["timeout"]["mean"]] for one in found]
+        found = json.loads(path.read_text())["results"]
+        rows = [[one["scenario"], one["episodes"], one["success"]["mean"], one["timeout"]["mean"]] for one in found]
         show(f"evaluation: {path.name}", ("scenario", "episodes", "success", "timeout"), rows)
 
 

@@ -5,6 +5,7 @@ Running this module writes files that do not exist yet: ``python -m tests.golden
 """
 
 import json
+import math
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -22,7 +23,12 @@ from slipstream import (
     PackedEpisodeStorage,
     compress_image,
 )
-from slipstream.train.evaluate import Interval, Scenario, ScenarioResult, save_evaluation
+from slipstream.nav import NavigationConfig
+from slipstream.train.evaluation.flights import FlightLog, Flown
+from slipstream.train.evaluation.pilots import Sensors
+from slipstream.train.evaluation.results import ScenarioResult, save_evaluation
+from slipstream.train.evaluation.scenarios import Scenario
+from slipstream.train.evaluation.statistics import Interval
 from tests.replay.samples import episode
 
 STEPS = (1, 2, 3)
@@ -139,31 +145,43 @@ def images() -> dict[str, Any]:
     }
 
 
+ABOUT_EVALUATION = {"iteration": 120, "env_frames": 2_000_000, "conditions": {"seed": 1, "overrides": []}}
+
+
 def evaluation() -> list[ScenarioResult]:
-    """Return the results of two scenarios, one of which nobody survived."""
+    """Return the results of two candidates, one of which never reached a goal."""
     rates = ("success", "static_collision", "dynamic_collision", "out_of_bounds", "timeout")
     good = dict(zip(rates, (0.75, 0.125, 0.0625, 0.0, 0.0625), strict=True))
     bad = dict(zip(rates, (0.0, 1.0, 0.0, 0.0, 0.0), strict=True))
+    through = Scenario("through", "Through the field", "through", 1000, 2, 350, 80)
     return [
         ScenarioResult(
-            Scenario("unseen", "Unseen maps", (1, 2), 350, 80),
-            16,
+            flown(through, "policy", Sensors(), 16),
             {name: Interval(rate, rate / 2, (1 + rate) / 2) for name, rate in good.items()},
             {
+                "inside_share": Interval(0.75, 0.5, 0.875),
                 "time_to_goal_s": Interval(12.5, 11.0, 14.0),
-                "path_length_m": Interval(30.25, 29.0, 31.5),
+                "path_length_m": Interval(30.25, -math.inf, math.inf),
                 "return": Interval(455.0, 440.0, 470.0),
             },
-            1234.5,
+            2,
+            "clusters",
         ),
         ScenarioResult(
-            Scenario("empty", "Empty world", (1,), 0, 0),
-            4,
+            flown(Scenario("empty", "Empty world", "through", 1000, 1, 0, 0), "planner", Sensors(0.05, 0.1, 0.2), 4),
             {name: Interval(rate, rate, rate) for name, rate in bad.items()},
-            {"time_to_goal_s": None, "path_length_m": None, "return": Interval(-3.0, -4.0, -2.0)},
-            99.0,
+            {"inside_share": None, "time_to_goal_s": None, "path_length_m": None, "return": Interval(-3.0, -4.0, -2.0)},
+            4,
+            "flights",
         ),
     ]
+
+
+def flown(scenario: Scenario, candidate: str, sensors: Sensors, episodes: int) -> Flown:
+    """Return flights of which only the number is recorded."""
+    log = FlightLog(*(np.zeros(episodes) for _ in range(6)))
+    config = NavigationConfig(num_envs=episodes, num_maps=scenario.num_maps)
+    return Flown(scenario, candidate, scenario.title, sensors, config, log, 1234.5)
 
 
 def write_checkpoints(folder: Path) -> None:
@@ -187,8 +205,8 @@ def main() -> None:
     if not (folder / "images_v1.json").exists():
         packed = {name: compress_image(image).hex() for name, image in images().items()}
         (folder / "images_v1.json").write_text(json.dumps(packed, indent=1) + "\n")
-    if not (folder / "evaluation_v1.json").exists():
-        save_evaluation(evaluation(), folder, "evaluation_v1", {"iteration": 120, "env_frames": 2_000_000, "seed": 1})
+    if not (folder / "evaluation_v2.json").exists():
+        save_evaluation(evaluation(), folder, "evaluation_v2", ABOUT_EVALUATION)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from slipstream import CheckpointManager, EpisodeStore, PackedEpisodeStorage, co
 from slipstream.checkpoint.native import NativeFile
 from slipstream.report.evaluations import read_evaluation
 from slipstream.store.container import Container
-from slipstream.train.evaluate import save_evaluation
+from slipstream.train.evaluation.results import save_evaluation
 from tests import golden
 from tests.replay.samples import assert_same
 
@@ -126,15 +126,29 @@ def test_images_of_version_1_load_and_are_still_packed_into_the_same_bytes():
         assert compress_image(image).hex() == packed[name], name
 
 
-def test_evaluations_of_version_1_load_and_are_still_written_alike(tmp_path):
+def test_evaluations_of_version_1_load():
     evaluation = read_evaluation(DATA / "evaluation_v1.json")
     assert (evaluation.iteration, evaluation.env_frames) == (120, 2_000_000)
     assert [(item.name, item.episodes) for item in evaluation.scenarios] == [("unseen", 16), ("empty", 4)]
+    assert evaluation.main == evaluation.scenarios[0]
     assert evaluation.scenarios[0].quantities["success"].mean == 0.75
     assert evaluation.scenarios[0].quantities["path_length_m"].high == 31.5
     assert "time_to_goal_s" not in evaluation.scenarios[1].quantities
-    about = {"iteration": 120, "env_frames": 2_000_000, "seed": 1}
-    _, document = save_evaluation(golden.evaluation(), tmp_path, "evaluation_v1", about)
-    written = json.loads((DATA / "evaluation_v1.json").read_text())
-    del document["time"], written["time"]
+
+
+def test_evaluations_of_version_2_load_and_are_still_written_alike(tmp_path):
+    evaluation = read_evaluation(DATA / "evaluation_v2.json")
+    assert (evaluation.iteration, evaluation.env_frames) == (120, 2_000_000)
+    found = [(item.name, item.candidate, item.has_faults, item.episodes) for item in evaluation.scenarios]
+    assert found == [("through", "policy", False, 16), ("empty", "planner", True, 4)]
+    assert evaluation.scenarios[0].quantities["inside_share"].high == 0.875
+    assert evaluation.scenarios[0].quantities["path_length_m"].low is None
+    assert "time_to_goal_s" not in evaluation.scenarios[1].quantities
+    _, document = save_evaluation(golden.evaluation(), tmp_path, "evaluation_v2", golden.ABOUT_EVALUATION)
+    written = json.loads((DATA / "evaluation_v2.json").read_text())
+    for each in (document, written):
+        del each["time"]
+        for result in each["results"]:
+            # It has a value for each setting of the simulation, and there may be more of them by now.
+            assert result.pop("simulation")["num_envs"] == result["episodes"]
     assert document == written

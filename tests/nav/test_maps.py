@@ -107,3 +107,22 @@ def test_flying_obstacles_overshoot_their_goals_by_at_most_three_metres():
         lowest, highest = min(lowest, float(height.min())), max(highest, float(height.max()))
     assert -3.0 <= lowest < 0.0
     assert 4.5 < highest <= 7.5
+
+
+def test_worlds_that_repeat_a_map_have_its_boxes_and_origins_but_other_paths_of_obstacles():
+    repeated = NavigationConfig(
+        num_envs=4, num_maps=4, map_repeats=2, map_seed=7, num_static_obstacles=20, num_dynamic_obstacles=8
+    )
+    assert repeated.map_seeds == [7, 7, 8, 8]
+    simulation = Simulation(repeated)
+    assert torch.equal(simulation.maps[0].low_m, simulation.maps[1].low_m)
+    assert not torch.equal(simulation.maps[1].low_m, simulation.maps[2].low_m)
+    origins = simulation.obstacles.origin_m.view(4, 8, 3)
+    assert torch.equal(origins[0], origins[1])
+    velocities = simulation.obstacles.velocity_m_s.view(4, 8, 3)
+    assert not torch.equal(velocities[0], velocities[1])
+
+
+def test_repeats_that_do_not_divide_the_number_of_maps_are_refused():
+    with pytest.raises(ConfigurationError, match="map_repeats is 2, expected a divisor of num_maps, which is 3"):
+        NavigationConfig(num_envs=3, num_maps=3, map_repeats=2)

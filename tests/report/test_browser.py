@@ -239,7 +239,7 @@ def test_hostile_text_is_shown_and_not_executed(chromium, builder, line, make_ev
     for scenario in document["scenarios"]:
         scenario["title"] = hostile
     run.evaluation("final", document)
-    run.flights("unseen")
+    run.flights("through")
     run.flights("empty")
     chromium.open(write_report(run.folder))
     chromium.wait_until("document.documentElement.dataset.charts === 'drawn'")
@@ -254,7 +254,7 @@ def test_hostile_text_is_shown_and_not_executed(chromium, builder, line, make_ev
 def test_a_flight_of_one_moment_is_shown(chromium, builder, make_evaluation):
     run = builder()
     run.evaluation("final", make_evaluation(1, flights=True))
-    run.flights("unseen", num_drones=1, num_steps=0, num_obstacles=0)
+    run.flights("through", num_drones=1, num_steps=0, num_obstacles=0)
     run.flights("empty")
     chromium.open(write_report(run.folder))
     assert pixels(chromium)[1] > 10

@@ -63,7 +63,7 @@ def test_a_run_with_everything_has_every_section_and_its_numbers(whole_run):
     assert page.sections == ["flights", "learning", "evaluation", "time", "storage", "configuration"]
     words = " ".join(page.words.split())
     for expected in (
-        "71.2 % of 512 flights reached their goal: Unseen map",
+        "71.2 % of 512 flights reached their goal: Through the field (64 maps, 80 moving obstacles)",
         "95 % interval: 67.2 to 75.2 %",
         "Frames 49,152",
         "Iterations 12",
@@ -71,7 +71,7 @@ def test_a_run_with_everything_has_every_section_and_its_numbers(whole_run):
         "Checkpoint stall 3.0 ms per save, 6 saves",
         "Checkpoints packed 2.00x 48.0 MB in 24.0 MB",
         "Rollouts packed 20.00x",
-        "Earlier evaluations (1)",
+        "Other evaluations (1)",
         "21.5 s",
         "update 1.5 s 150 ms 50 %",
         "checkpoints: 3 files, 3.0 kB on disk",
@@ -100,8 +100,8 @@ def test_curves_evaluations_and_stalls_are_drawn_from_what_the_run_wrote(whole_r
     drawn = {series["name"]: series for chart in charts.values() for series in chart["series"] if "x" in series}
     assert drawn["success"]["x"] == [4096 * iteration for iteration in range(2, 13)]
     assert drawn["success"]["y"][0] == 0.5
-    assert drawn["Unseen map"] == {
-        "name": "Unseen map",
+    assert drawn["Through the field"] == {
+        "name": "Through the field",
         "color": "a",
         "x": [6 * 4096, 12 * 4096],
         "y": [0.7125, 0.7125],
@@ -131,12 +131,12 @@ def test_a_metric_that_nobody_planned_for_gets_a_chart_too(builder):
 def test_points_of_lines_and_of_files_are_one_curve_and_files_have_intervals(builder, make_evaluation):
     run = builder()
     run.lines(
-        {"iteration": 3, "env_frames": 3 * 4096, "eval/unseen/success": 0.3},
-        {"iteration": 6, "env_frames": 6 * 4096, "eval/unseen/success": 0.71},
+        {"iteration": 3, "env_frames": 3 * 4096, "eval/through/success": 0.3},
+        {"iteration": 6, "env_frames": 6 * 4096, "eval/through/success": 0.71},
     )
     run.evaluation("iter_000006", make_evaluation(6))
     series = Page(write_report(run.folder)).data("charts")["learning-evaluations"]["series"]
-    assert series[0]["name"] == "Unseen map"
+    assert series[0]["name"] == "Through the field"
     assert series[0]["y"] == [0.3, 0.7125]
     assert series[0]["low"] == [0.3, 0.6725]
 
@@ -178,10 +178,10 @@ def test_hostile_text_is_text_wherever_it_comes_from(builder, line, make_evaluat
     run = builder(HOSTILE.replace("/", "_"))
     run.lines({**line(1), HOSTILE: 3, f"eval/{HOSTILE}/success": 0.5})
     document = make_evaluation(1)
-    for key in ("checkpoint", "action"):
-        document[key] = HOSTILE
-    for scenario in document["scenarios"]:
-        scenario |= {"name": HOSTILE, "title": HOSTILE, "flights": f"{HOSTILE}.slip"}
+    document["checkpoint"] = HOSTILE
+    document["conditions"] = {"action": HOSTILE}
+    for scenario in document["results"]:
+        scenario |= {"scenario": HOSTILE, "title": HOSTILE, "flights": f"{HOSTILE}.slip"}
     run.evaluation("final", document)
     (run.folder / "config.yaml").write_text(f"name: {HOSTILE}\n")
     (run.folder / "checkpoints").mkdir()
@@ -211,15 +211,15 @@ def test_markup_escapes_children_and_attributes_and_data_cannot_leave_its_elemen
 
 def test_a_damaged_flights_file_is_named_in_the_page_and_logged_and_the_others_are_shown(builder, caplog):
     folder = builder().everything()
-    file = folder / "eval" / "final_unseen.slip"
+    file = folder / "eval" / "final_through.slip"
     content = bytearray(file.read_bytes())
     content[len(content) // 3] ^= 1
     file.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         page = Page(write_report(folder))
-    assert "final_unseen.slip" in caplog.text
+    assert "final_through.slip" in caplog.text
     assert page.sections[:2] == ["problems", "flights"]
-    assert "final_unseen.slip" in page.words
+    assert "final_through.slip" in page.words
     assert [attrs["value"] for tag, attrs in page.tags if attrs.get("name") == "scenario"] == ["0"]
     assert len(page.data("flights-0")["outcomes"]) == 5
 
@@ -235,7 +235,7 @@ def test_a_damaged_flights_file_is_named_in_the_page_and_logged_and_the_others_a
 def test_an_evaluation_cannot_make_the_report_read_files_elsewhere(builder, make_evaluation, flights, words):
     run = builder()
     document = make_evaluation(1)
-    document["scenarios"][0]["flights"] = flights
+    document["results"][0]["flights"] = flights
     run.evaluation("final", document)
     found = read_run(run.folder)
     assert found.flights == ()
@@ -249,8 +249,8 @@ def test_an_evaluation_cannot_make_the_report_read_files_elsewhere(builder, make
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("[]", "is not an evaluation"),
-        ('{"format": "slipstream.evaluation", "version": 9}', "is of version 9, expected 1"),
-        ('{"format": "slipstream.evaluation", "version": 1, "scenarios": [3]}', "has no list of scenarios"),
+        ('{"format": "slipstream.evaluation", "version": 9}', "is of version 9, expected 2"),
+        ('{"format": "slipstream.evaluation", "version": 2, "results": [3]}', "has no list of results"),
     ],
 )
 def test_a_damaged_evaluation_is_a_problem_and_the_others_are_shown(builder, make_evaluation, content, words):
@@ -266,12 +266,18 @@ def test_a_damaged_evaluation_is_a_problem_and_the_others_are_shown(builder, mak
 def test_quantities_without_a_sample_or_that_are_nonsense_are_dashes(builder, make_evaluation):
     run = builder()
     document = make_evaluation(1)
-    document["scenarios"][0] |= {"success": None, "timeout": {"mean": "x"}, "return": {"mean": 3}, "episodes": None}
-    document["scenarios"][0] |= {"static_collision": 7, "title": None}
+    document["results"][0] |= {"success": None, "timeout": {"mean": "x"}, "return": {"mean": 3}, "episodes": None}
+    document["results"][0] |= {"static_collision": 7, "title": None}
     run.evaluation("final", document)
     scenario = read_run(run.folder).evaluations[0].scenarios[0]
-    assert set(scenario.quantities) == {"dynamic_collision", "time_to_goal_s", "path_length_m", "return"}
-    assert scenario.title == "unseen"
+    assert set(scenario.quantities) == {
+        "dynamic_collision",
+        "inside_share",
+        "time_to_goal_s",
+        "path_length_m",
+        "return",
+    }
+    assert scenario.title == "through"
     write_report(run.folder)
 
 
@@ -300,13 +306,13 @@ def test_a_pipe_in_place_of_a_file_is_a_problem_and_nobody_waits_for_it(builder)
 def test_there_is_a_limit_to_what_one_evaluation_can_put_into_a_page(builder, make_evaluation):
     run = builder()
     document = make_evaluation(1, flights=True)
-    run.evaluation("iter_000001", {**document, "scenarios": document["scenarios"] * 20})
-    run.evaluation("iter_000002", {**document, "scenarios": document["scenarios"] * 100})
-    run.flights("unseen")
+    run.evaluation("iter_000001", {**document, "results": document["results"] * 20})
+    run.evaluation("iter_000002", {**document, "results": document["results"] * 100})
+    run.flights("through")
     run.flights("empty")
     found = read_run(run.folder)
     assert len(found.flights) == 12
-    assert any("has 200 scenarios, expected at most 50" in problem for problem in found.problems)
+    assert any("has 200 results, expected at most 150" in problem for problem in found.problems)
     assert any("first 12 of 40 scenarios" in problem for problem in found.problems)
 
 
@@ -366,3 +372,65 @@ def test_the_report_reads_files_and_imports_nothing_that_lives():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module:
                 assert not re.match(r"slipstream\.(train|nav|rl|collect)\b", node.module), path
+
+
+def with_references(document):
+    """Return an evaluation in which the planner and the shielded policy flew the first scenario too."""
+    first = document["results"][0]
+    rates = {"policy_shield": 0.9875, "planner": 0.8625}
+    others = []
+    for candidate, mean in rates.items():
+        success = {"mean": mean, "low": mean - 0.01, "high": mean + 0.01}
+        others.append({**first, "candidate": candidate, "title": f"Through: {candidate}", "success": success})
+    return {**document, "results": [*others, *document["results"]]}
+
+
+def test_the_headline_is_the_policy_through_the_field_next_to_shield_and_planner(builder, make_evaluation):
+    run = builder()
+    run.evaluation("final", with_references(make_evaluation(6)))
+    words = " ".join(Page(write_report(run.folder)).words.split())
+    assert "of 512 flights reached their goal: Through the field (64 maps, 80 moving obstacles)" in words
+    assert "The policy with a shield: 98.8 % (97.8 to 99.8 %)" in words
+    assert "The planner, which learns nothing: 86.2 % (85.2 to 87.2 %)" in words
+
+
+def test_curves_show_the_policy_alone_under_the_conditions_of_its_training(builder, make_evaluation):
+    run = builder()
+    run.evaluation("final", with_references(make_evaluation(6)))
+    faithful = make_evaluation(8)
+    faithful["conditions"]["faithful"] = True
+    run.evaluation("evaluation_faithful", faithful)
+    noisy = make_evaluation(9)
+    for result in noisy["results"]:
+        result["sensors"] = {"dropout": 0.5}
+    run.evaluation("evaluation_dropout", noisy)
+    series = Page(write_report(run.folder)).data("charts")["learning-evaluations"]["series"]
+    assert [(one["name"], one["x"]) for one in series] == [
+        ("Through the field", [6 * 4096]),
+        ("Empty field", [6 * 4096]),
+    ]
+
+
+def test_an_evaluation_under_other_conditions_is_listed_with_them_and_not_the_headline(builder, make_evaluation):
+    run = builder()
+    run.evaluation("iter_000006", make_evaluation(6))
+    changed = make_evaluation(9)
+    changed["conditions"] |= {"faithful": True, "overrides": ["env.num_obstacles=100"]}
+    run.evaluation("evaluation_faithful", changed)
+    found = read_run(run.folder)
+    assert found.evaluation is not None
+    assert found.evaluation.name == "iter_000006"
+    words = " ".join(Page(write_report(run.folder)).words.split())
+    assert "evaluation_faithful NavRL's dynamics, env.num_obstacles=100" in words
+
+
+def test_the_flights_shown_first_are_the_policys_through_the_field(builder, make_evaluation):
+    run = builder()
+    document = make_evaluation(6, flights=True)
+    document["results"].reverse()
+    run.evaluation("final", document)
+    run.flights("through")
+    run.flights("empty")
+    page = Page(write_report(run.folder))
+    radios = [attrs for tag, attrs in page.tags if tag == "input" and attrs.get("name") == "scenario"]
+    assert ["checked" in attrs for attrs in radios] == [False, True]

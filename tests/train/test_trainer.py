@@ -210,7 +210,7 @@ def test_evaluating_on_the_way_does_not_change_what_is_learned(tmp_path, train):
     train("without")
     train("with", "eval_interval=2")
     rows = metrics_of(tmp_path / "with")
-    assert "eval/unseen/success" in rows[1]
+    assert "eval/through/success" in rows[1]
     assert metrics_of(tmp_path / "without") == [
         {key: value for key, value in row.items() if not key.startswith("eval/")} for row in rows
     ]

@@ -1,8 +1,9 @@
-"""``slipstream eval``: fly a policy from a checkpoint and count how its episodes end."""
+"""``slipstream eval``: fly a policy or the planner, count how the flights end, and compare."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,118 +11,273 @@ import typer
 
 from slipstream.checks import require_choice
 from slipstream.cli.threads import calm_threads
+from slipstream.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from slipstream.rl.network import NavRLPolicy
-    from slipstream.train.evaluate import Scenario, ScenarioResult
-    from slipstream.train.settings import TrainSettings
+    from slipstream.rl.network import Choice
+    from slipstream.train.evaluation.entrants import Entrant
+    from slipstream.train.evaluation.jobs import Job
+    from slipstream.train.evaluation.pilots import Sensors
 
-EXAMPLE = "slipstream eval runs/last --episodes 1024"
+EXAMPLE = "slipstream eval runs/last --scenario through --scenario line"
 
-SEED = 1
-NUM_FLIGHTS = 32
+_HELP = """Fly a policy on maps it has never seen, and count how the flights end.
+
+Scenarios, in this order: through (border to opposite border, unseen maps, moving obstacles), line (NavRL's evaluation),
+training (the training map), static (nothing moving), empty (no obstacles), border (random border points). A flight ends
+at the goal, in a collision, out of bounds, or when time is up. Intervals account for flights that share a map.
+
+Writes NAME.json, and recorded flights for the report. An evaluation under other conditions gets another name.
+
+\b
+Examples:
+  slipstream eval runs/last --faithful --shield
+  slipstream eval navrl_checkpoint.pt preset=quick --scenario line
+  slipstream eval --policy planner preset=quick
+  slipstream eval --compare runs/a runs/b
+  slipstream eval runs/last --lidar-noise 0.05 --dropout 0.1 --latency 0.1
+  slipstream eval runs/last --robustness --scenario through
+"""
 
 
 def evaluate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A run's folder, a checkpoint of one, or an original NavRL .pt.", show_default=False)
-    ],
+        str | None,
+        typer.Argument(
+            metavar="POLICY",
+            help="A run's folder, one of its checkpoints, or a .pt of the original NavRL.",
+            show_default=False,
+        ),
+    ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings as key=value, in place of the run's.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings in place of the run's.", show_default=False),
     ] = None,
     *,
-    episodes: Annotated[int, typer.Option(help="How many to fly in each scenario.", min=1)] = 512,
+    episodes: Annotated[int, typer.Option(help="Flights in each scenario, the same number on each map.", min=1)] = 512,
+    maps: Annotated[int, typer.Option(help="Number of unseen maps.", min=1)] = 64,
     scenario: Annotated[
-        list[str] | None, typer.Option(help="unseen, training, static, empty; may be repeated. All by default.")
+        list[str] | None,
+        typer.Option(help="through, line, training, static, empty or border; may be repeated. All by default."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of starts, goals and obstacles' ways.", min=0)] = SEED,
+    policy: Annotated[str, typer.Option(help="learned, or planner: a reference that needs no checkpoint.")] = "learned",
+    shield: Annotated[bool, typer.Option("--shield", help="Replace commands that lead to a collision.")] = False,
+    faithful: Annotated[
+        bool, typer.Option("--faithful", help="Fly NavRL's quadrotor at 62.5 Hz, whatever was trained.")
+    ] = False,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="Compare two policies on the same flights.", show_default=False),
+    ] = None,
+    robustness: Annotated[
+        bool, typer.Option("--robustness", help="Table over noise, dropout and latency, with and without shield.")
+    ] = False,
+    lidar_noise: Annotated[float, typer.Option(help="Standard deviation of LiDAR distances in metres.")] = 0.0,
+    dropout: Annotated[float, typer.Option(help="Share of LiDAR returns that are missing.")] = 0.0,
+    latency: Annotated[float, typer.Option(help="Age of observations in seconds, rounded to steps.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of starts, goals, obstacles and noise.", min=0)] = 1,
     sample: Annotated[bool, typer.Option("--sample", help="Draw actions instead of taking their means.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Where files go; the run's eval folder by default.")] = None,
-    name: Annotated[str, typer.Option(help="Of the files.")] = "evaluation",
+    output: Annotated[Path | None, typer.Option(help="Folder for files; the run's eval folder by default.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the files.", show_default=False)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Fly a policy on the map it trained on, on unseen ones, without moving obstacles, and in an empty world.
-
-    Each episode is flown once, by a drone of its own, until it reaches the goal, collides, leaves the height band or
-    runs out of time. Writes NAME.json, and a rollout file of some flights for the report.
-    """
+    """Evaluate; see `_HELP`, which is what people see."""
     calm_threads()
+    from slipstream.train.evaluation.entrants import PLANNER  # noqa: PLC0415 - keeps --help quick
+
+    if name is not None and (not name or Path(name).name != name):
+        raise ConfigurationError(f"--name is {name!r}, expected the name of a file without a folder")
+    require_choice("--policy", policy, ("learned", PLANNER))
+    changes = list(overrides or [])
+    if checkpoint is not None and "=" in checkpoint and (compare is not None or policy == PLANNER):
+        # No policy is given, so the first argument is a setting already.
+        changes.insert(0, checkpoint)
+        checkpoint = None
+    options = _Options(
+        overrides=changes,
+        scenarios=scenario,
+        maps=maps,
+        episodes=episodes,
+        seed=seed,
+        action="sample" if sample else "mean",
+        faithful=faithful,
+        shield=shield,
+        robustness=robustness,
+        sensors=_sensors(lidar_noise, dropout, latency),
+        output=output,
+        name=name,
+        as_json=json,
+    )
+    if robustness and (shield or options.sensors.describe()):
+        raise ConfigurationError("--robustness cannot be combined with --shield, --lidar-noise, --dropout or --latency")
+    if compare is None:
+        _evaluate(checkpoint, options, planner=policy == PLANNER)
+        return
+    if checkpoint is not None or robustness or policy == PLANNER:
+        raise ConfigurationError("--compare takes two policies, expected no other policy and no --robustness")
+    _compare(compare, options)
+
+
+evaluate.__doc__ = _HELP
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options of the command that do not choose what flies."""
+
+    overrides: Sequence[str]
+    scenarios: Sequence[str] | None
+    maps: int
+    episodes: int
+    seed: int
+    action: Choice
+    faithful: bool
+    shield: bool
+    robustness: bool
+    sensors: Sensors
+    output: Path | None
+    name: str | None
+    as_json: bool
+
+    def load(self, policy: str | None, *, planner: bool) -> Entrant:
+        """Load what flies."""
+        from slipstream.train.evaluation.entrants import load_entrant  # noqa: PLC0415 - keeps --help quick
+
+        return load_entrant(
+            policy,
+            self.overrides,
+            planner=planner,
+            faithful=self.faithful,
+            shield=self.shield,
+            choose=self.action,
+        )
+
+    def conditions(self, jobs: Sequence[Job], entrant: Entrant) -> dict[str, Any]:
+        """Return everything that defines the evaluation except the policy."""
+        from slipstream.train.evaluation.jobs import describe_conditions  # noqa: PLC0415 - keeps --help quick
+
+        return describe_conditions(
+            jobs,
+            entrant.settings,
+            episodes=self.episodes,
+            seed=self.seed,
+            action=self.action,
+            faithful=self.faithful,
+            overrides=self.overrides,
+        )
+
+
+def _evaluate(checkpoint: str | None, options: _Options, *, planner: bool) -> None:
+    """Evaluate one policy or the planner."""
+    from slipstream.cli import evaluation_output as display  # noqa: PLC0415 - keeps --help quick
     from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
-    from slipstream.errors import ConfigurationError  # noqa: PLC0415
-    from slipstream.train.evaluate import save_evaluation, standard_scenarios  # noqa: PLC0415
-    from slipstream.train.policy import load_policy  # noqa: PLC0415
+    from slipstream.train.evaluation.entrants import choose_scenarios  # noqa: PLC0415
+    from slipstream.train.evaluation.jobs import plan_jobs, robustness_jobs  # noqa: PLC0415
+    from slipstream.train.evaluation.results import save_evaluation  # noqa: PLC0415
     from slipstream.train.startup import prepare_process  # noqa: PLC0415
 
-    if Path(name).name != name or not name:
-        raise ConfigurationError(f"--name is {name!r}, expected the name of a file without a folder")
-    loaded = load_policy(checkpoint, overrides or [])
-    prepare_process(loaded.settings.num_threads)
-    known = {one.name: one for one in standard_scenarios(loaded.settings)}
-    for one in scenario or ():
-        require_choice("--scenario", one, list(known))
-    chosen = [known[one] for one in dict.fromkeys(scenario or known)]
+    entrant = options.load(checkpoint, planner=planner)
+    prepare_process(entrant.settings.num_threads)
+    scenarios = choose_scenarios([entrant], options.scenarios, options.maps)
+    if options.robustness:
+        if options.scenarios is None:
+            scenarios = scenarios[:1]
+        jobs = robustness_jobs(entrant.candidate, scenarios)
+    else:
+        jobs = plan_jobs(entrant.candidate, scenarios, options.sensors)
+    about = {**entrant.about, "conditions": options.conditions(jobs, entrant)}
+    folder = options.output or entrant.folder
+    name = _reserve_name(folder, options, entrant, about)
+
     screen = console(stderr=True)
-    results = fly(loaded.policy, loaded.settings, chosen, episodes, screen, seed=seed, sample=sample)
-    about = {**loaded.about(), "seed": seed, "action": "sample" if sample else "mean"}
-    folder = output or (loaded.run / "eval" if loaded.run is not None else Path())
+    results = display.fly_jobs(jobs, entrant.settings, screen, options.episodes, options.seed)
     path, document = save_evaluation(results, folder, name, about)
-    if json:
+    if options.as_json:
         print_json(document)
         return
-    print_table(_table(results))
-    print_lines(f"written to {path}")
+    table = display.results_table(results)
+    if options.robustness:
+        table = display.robustness_table(results)
+    print_table(table)
+    print_lines(*display.footnotes(results), f"written to {path}")
 
 
-def fly(
-    policy: NavRLPolicy,
-    settings: TrainSettings,
-    scenarios: Sequence[Scenario],
-    episodes: int,
-    screen: Any,
-    *,
-    seed: int = SEED,
-    sample: bool = False,
-) -> list[ScenarioResult]:
-    """Evaluate a policy in some scenarios, with a bar for each; flights of all of them are recorded."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415 - keeps --help quick
+def _compare(policies: tuple[str, str], options: _Options) -> None:
+    """Compare two policies on the same flights, in the world of the first one."""
+    from slipstream.cli import evaluation_output as display  # noqa: PLC0415 - keeps --help quick
+    from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
+    from slipstream.train.evaluation.compare import compare, save_comparison  # noqa: PLC0415
+    from slipstream.train.evaluation.entrants import PLANNER, choose_scenarios  # noqa: PLC0415
+    from slipstream.train.evaluation.jobs import Job  # noqa: PLC0415
+    from slipstream.train.evaluation.results import require_writable  # noqa: PLC0415
+    from slipstream.train.startup import prepare_process  # noqa: PLC0415
 
-    from slipstream.train.evaluate import evaluate as evaluate_in  # noqa: PLC0415
+    entrants = []
+    for policy in policies:
+        is_planner = policy == PLANNER
+        entrants.append(options.load(None if is_planner else policy, planner=is_planner))
+    settings = entrants[0].settings
+    prepare_process(settings.num_threads)
+    scenarios = choose_scenarios(entrants, options.scenarios, options.maps)
+    jobs: list[Job] = []
+    for scenario in scenarios:
+        jobs += [Job(entrant.candidate, scenario, options.sensors) for entrant in entrants]
+    if options.output is not None:
+        require_writable(options.output)
 
-    columns = (TextColumn("flying: {task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    results = []
-    with Progress(*columns, TimeElapsedColumn(), console=screen, disable=not screen.is_terminal) as progress:
-        for scenario in scenarios:
-            if not screen.is_terminal:
-                screen.print(f"flying: {scenario.title}")
-            task = progress.add_task(scenario.title, total=episodes)
-            results.append(
-                evaluate_in(
-                    policy,
-                    settings,
-                    scenario,
-                    episodes=episodes,
-                    seed=seed,
-                    choose="sample" if sample else "mean",
-                    num_flights=NUM_FLIGHTS,
-                    on_step=lambda ended, _, task=task: progress.update(task, completed=ended),  # type: ignore[misc]
-                )
-            )
-    return results
+    results = display.fly_jobs(jobs, settings, console(stderr=True), options.episodes, options.seed)
+    comparisons = []
+    for first, second in zip(results[::2], results[1::2], strict=True):
+        comparisons.append(compare(first, second))
+    about = {
+        "policies": [entrant.about for entrant in entrants],
+        "conditions": options.conditions(jobs, entrants[0]),
+    }
+    path, document = save_comparison(comparisons, about, options.output, options.name or "comparison")
+    if options.as_json:
+        print_json(document)
+        return
+    print_table(display.comparison_table(comparisons, policies))
+    print_lines(f"Both fly with the settings of {policies[0]}.")
+    if path is not None:
+        print_lines(f"written to {path}")
 
 
-def _table(results: Sequence[ScenarioResult]) -> Any:
-    from rich.table import Table  # noqa: PLC0415 - keeps --help quick
+def _sensors(lidar_noise_m: float, dropout: float, latency_s: float) -> Sensors:
+    from slipstream.checks import require_number  # noqa: PLC0415 - keeps --help quick
+    from slipstream.train.evaluation.pilots import Sensors  # noqa: PLC0415
 
-    rates = ("success", "static_collision", "dynamic_collision", "out_of_bounds", "timeout")
-    means = ("time_to_goal_s", "path_length_m")
-    table = Table("scenario", "episodes")
-    for title in (*rates, *means):
-        table.add_column(title.replace("_s", " s").replace("_m", " m").replace("_", " "), justify="right")
-    for result in results:
-        cells = [f"{one.mean:.3f} [{one.low:.3f}, {one.high:.3f}]" for one in (result.rates[name] for name in rates)]
-        cells += [
-            "-" if one is None else f"{one.mean:.1f} ± {one.high - one.mean:.1f}"
-            for one in (result.means[name] for name in means)
-        ]
-        table.add_row(result.scenario.title, str(result.episodes), *cells)
-    return table
+    # Checked here too, so that an error names the option.
+    require_number("--lidar-noise", lidar_noise_m, 0)
+    require_number("--dropout", dropout, 0, 1)
+    require_number("--latency", latency_s, 0, 10)
+    return Sensors(lidar_noise_m, dropout, latency_s)
+
+
+def _reserve_name(folder: Path, options: _Options, entrant: Entrant, about: dict[str, Any]) -> str:
+    """Return the name of the files, after checking that they can be written and replace nothing else."""
+    from slipstream.train.evaluation.results import choose_name, may_replace, require_writable  # noqa: PLC0415
+
+    require_writable(folder)
+    if options.name is None:
+        return choose_name(folder, _default_name(options, entrant), about)
+    path = folder / f"{options.name}.json"
+    if not may_replace(path, about):
+        raise ConfigurationError(f"{path} exists and is another evaluation, expected another --name")
+    return options.name
+
+
+def _default_name(options: _Options, entrant: Entrant) -> str:
+    """Return a name that tells how an evaluation differs from the standard one."""
+    faults = options.sensors
+    parts = {
+        "robustness": options.robustness,
+        "faithful": options.faithful,
+        "planner": entrant.candidate.name.startswith("planner"),
+        "shield": options.shield,
+        "sample": options.action == "sample",
+        "noise": faults.lidar_noise_m > 0,
+        "dropout": faults.dropout > 0,
+        "latency": faults.latency_s > 0,
+    }
+    return "_".join(["evaluation", *(part for part, holds in parts.items() if holds)])

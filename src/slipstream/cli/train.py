@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from slipstream.train.settings import TrainSettings
     from slipstream.train.trainer import Trainer
 
+_CANDIDATES = {"policy_shield": "success with shield", "planner": "success of planner"}
+
 EXAMPLE = "slipstream train preset=quick name=first"
 
 _HELP = """Train a navigation policy in the embedded simulator.
@@ -91,13 +93,16 @@ def _outcome(trainer: Trainer) -> dict[str, Any]:
 
 def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str, Any]:
     """Evaluate, write the report, and return the results."""
-    from slipstream.cli.evaluate import fly  # noqa: PLC0415 - keeps --help quick
+    from slipstream.cli.evaluation_output import fly_jobs  # noqa: PLC0415 - keeps --help quick
     from slipstream.report.page import write_report  # noqa: PLC0415
-    from slipstream.train.evaluate import save_evaluation, standard_scenarios  # noqa: PLC0415
+    from slipstream.train.evaluation.flights import SEED  # noqa: PLC0415
+    from slipstream.train.evaluation.jobs import describe_conditions, final_jobs  # noqa: PLC0415
+    from slipstream.train.evaluation.results import save_evaluation  # noqa: PLC0415
 
-    scenarios = standard_scenarios(settings)
-    results = fly(trainer.ppo.policy, settings, scenarios, settings.eval_episodes, screen)
-    about = {**trainer.about(), "seed": 1, "action": "mean"}
+    jobs = final_jobs(trainer.ppo.policy, settings)
+    results = fly_jobs(jobs, settings, screen, settings.eval_episodes, SEED)
+    conditions = describe_conditions(jobs, settings, episodes=settings.eval_episodes)
+    about = {**trainer.about(), "conditions": conditions}
     _, document = save_evaluation(results, trainer.folder.evaluations, "final", about)
     screen.print("writing the report")
     report = write_report(trainer.folder.path)
@@ -109,7 +114,7 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str,
         "checkpoint_stall_ms": trainer.checkpoint_stall_ms(),
         "checkpoint_ratio": trainer.checkpoint_stats()["compression_ratio"],
         "rollout_ratio": _rollout_ratio(trainer),
-        "evaluation": document["scenarios"],
+        "evaluation": document["results"],
     }
 
 
@@ -128,20 +133,24 @@ def _describe(outcome: dict[str, Any], settings: TrainSettings) -> list[str]:
         return [f"Stopped after {done}. To resume: slipstream train resume={outcome['run']}"]
     if "evaluation" not in outcome:
         return [f"run                {outcome['run']}"]
-    unseen = outcome["evaluation"][0]
+    through = outcome["evaluation"][0]
 
-    def rate(name: str) -> str:
-        value = unseen[name]
+    def rate(name: str, result: dict[str, Any] = through) -> str:
+        value = result[name]
         return f"{value['mean']:.3f} (95 %: {value['low']:.3f} to {value['high']:.3f})"
 
-    where = f"{unseen['num_static_obstacles']} static and {unseen['num_dynamic_obstacles']} dynamic obstacles"
+    where = f"{through['num_static_obstacles']} static and {through['num_dynamic_obstacles']} moving obstacles"
     fps = outcome["frames_per_s"]
     lines = [
-        f"On maps it has never seen, {where}, {unseen['episodes']} episodes:",
+        f"Through {len(through['map_seeds'])} maps it has never seen, {where}, {through['episodes']} flights:",
         f"  success            {rate('success')}",
         f"  static collision   {rate('static_collision')}",
         f"  dynamic collision  {rate('dynamic_collision')}",
         f"  timeout            {rate('timeout')}",
+    ]
+    others = [result for result in outcome["evaluation"] if result["candidate"] != "policy"]
+    lines += [f"  {_CANDIDATES[result['candidate']]}  {rate('success', result)}" for result in others]
+    lines += [
         f"training           {outcome['env_frames']:,} frames" + (f", {fps:,.0f} frames/s" if fps else ""),
         f"checkpoints        {outcome['checkpoint_ratio']:.2f} times smaller, "
         f"{outcome['checkpoint_stall_ms']:.1f} ms of stall each",

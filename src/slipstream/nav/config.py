@@ -65,6 +65,8 @@ class NavigationConfig:
         num_envs: Number of drones that fly at once. They never collide with each other.
         num_maps: Number of independent worlds. Drones are assigned in equal blocks: drone ``i`` flies on map
             ``i // (num_envs // num_maps)``. Each map has its own boxes and moving obstacles.
+        map_repeats: Number of consecutive worlds with the same map; a divisor of `num_maps`. Their moving obstacles
+            take different paths.
         num_static_obstacles: Number of boxes on each map; 0 leaves the field empty.
         num_dynamic_obstacles: Number of moving obstacles on each map: a multiple of 8, because there are 8 kinds.
         map_seed: Seed of the first map; the others have the seeds that follow it. It determines where the boxes stand
@@ -107,6 +109,7 @@ class NavigationConfig:
 
     num_envs: int = 1024
     num_maps: int = 1
+    map_repeats: int = 1
     num_static_obstacles: int = 350
     num_dynamic_obstacles: int = 80
     map_seed: int = 0
@@ -132,6 +135,7 @@ class NavigationConfig:
     def __post_init__(self) -> None:
         require_count("num_envs", self.num_envs, least=1)
         require_count("num_maps", self.num_maps, least=1)
+        require_count("map_repeats", self.map_repeats, least=1)
         require_count("num_static_obstacles", self.num_static_obstacles, least=0)
         require_count("num_dynamic_obstacles", self.num_dynamic_obstacles, least=0)
         require_count("map_seed", self.map_seed, least=0)
@@ -156,6 +160,10 @@ class NavigationConfig:
                 f"response_delay_s is {self.response_delay_s}, expected 0 for the dynamics {self.dynamics!r}, which "
                 "have a delay by nature"
             )
+        if self.num_maps % self.map_repeats:
+            raise ConfigurationError(
+                f"map_repeats is {self.map_repeats}, expected a divisor of num_maps, which is {self.num_maps}"
+            )
         if self.start == "line" and self.inside_starts:
             raise ConfigurationError(f"inside_starts is {self.inside_starts}, expected 0 with start='line'")
         slowest, fastest = self.obstacle_speed_m_s
@@ -179,6 +187,11 @@ class NavigationConfig:
                 f"dt_s is {self.dt_s}, expected at most {MAX_HUMMINGBIRD_DT_S} for the dynamics 'hummingbird'; "
                 f"'lag' takes longer steps"
             )
+
+    @property
+    def map_seeds(self) -> list[int]:
+        """The seed of the map of each world."""
+        return [self.map_seed + world // self.map_repeats for world in range(self.num_maps)]
 
     @property
     def start_half_extent_m(self) -> float:

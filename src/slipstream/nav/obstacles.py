@@ -58,8 +58,7 @@ class DynamicObstacles:
         self.width_m = (self.category + 1) * (MAX_WIDTH_M / NUM_WIDTHS)
         self.height_m = torch.where(self.standing, CYLINDER_HEIGHT_M, CUBOID_HEIGHT_M)
         half = config.map_half_extent_m
-        seeds = range(config.map_seed, config.map_seed + self.num_maps)
-        self.origin_m = torch.cat([draw_origins(count, half, seed) for seed in seeds]).to(device)
+        self.origin_m = torch.cat([draw_origins(count, half, seed) for seed in config.map_seeds]).to(device)
         self._low = torch.tensor([-half, -half, 0.0], device=device)
         self._high = torch.tensor([half, half, CEILING_M], device=device)
         reach = torch.tensor(config.obstacle_range_m, device=device)

@@ -271,8 +271,8 @@ class Simulation:
 
 def _make_maps(config: NavigationConfig, boxes: StaticMap | Sequence[StaticMap] | None) -> list[StaticMap]:
     if boxes is None:
-        seeds = range(config.map_seed, config.map_seed + config.num_maps)
-        return [generate_map(config.num_static_obstacles, config.map_half_extent_m, seed) for seed in seeds]
+        half = config.map_half_extent_m
+        return [generate_map(config.num_static_obstacles, half, seed) for seed in config.map_seeds]
     maps = as_maps(boxes)
     if len(maps) != config.num_maps:
         raise ConfigurationError(f"{len(maps)} maps of boxes were given, expected num_maps, which is {config.num_maps}")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.report.counters import Stalls
-from slipstream.report.evaluations import Evaluation, Scenario
+from slipstream.report.evaluations import MAIN_SCENARIO, Evaluation, Scenario
 from slipstream.report.metrics import STORAGE_PREFIXES, Curve, Floats, Metrics
 
 PARTS = ("rollout", "update", "save", "evaluate", "log")
@@ -98,7 +98,7 @@ def learning_charts(metrics: Metrics, evaluations: Sequence[Evaluation]) -> list
 
 
 def _others(metrics: Metrics) -> list[str]:
-    """Return metrics that have no place of their own."""
+    """Return the metrics that no planned chart shows."""
     planned = {key for plan in _LEARNING for key, _, _ in plan.keys} | _SHOWN_ELSEWHERE
     free = (key for key in metrics.columns if key not in planned and not key.startswith(_ELSEWHERE_PREFIXES))
     return sorted(free)[:MAX_OTHERS]
@@ -126,11 +126,13 @@ def _evaluation_chart(metrics: Metrics, evaluations: Sequence[Evaluation]) -> Ch
             points.setdefault(name, {})[float(x[line])] = (float(values[line]),) * 3
     for evaluation in evaluations:
         at = evaluation.iteration if x_name == "iteration" else evaluation.env_frames
+        # A curve shows the policy alone, under the same conditions at every point.
         for scenario in evaluation.scenarios:
-            _add_point(points, titles, scenario, at)
+            if scenario.is_standard and not evaluation.changes:
+                _add_point(points, titles, scenario, at)
     series = [
         _interval_series(titles.get(name, name), "abcdefgh"[number % 8], points[name])
-        for number, name in enumerate(sorted(points, key=lambda name: (name != "unseen", name)))
+        for number, name in enumerate(sorted(points, key=lambda name: (name != MAIN_SCENARIO, name)))
     ]
     if not series:
         return None

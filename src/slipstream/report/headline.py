@@ -5,18 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.report.counters import Stalls, find_stalls, running_time_s, total
-from slipstream.report.evaluations import Quantity, Scenario
+from slipstream.report.evaluations import Evaluation, Quantity, Scenario
 from slipstream.report.markup import Html, element, join
 from slipstream.report.run import Run
 from slipstream.report.wording import say_interval, say_moment
 from slipstream.text import format_bytes, format_count, format_percent, format_ratio, format_seconds
 
+CANDIDATE_TITLES = {"policy_shield": "The policy with a shield", "planner": "The planner, which learns nothing"}
+
 
 def headline(run: Run) -> Html:
     """Return the header of the page."""
     tiles = [*_progress_tiles(run), *_storage_tiles(run)]
-    main = run.evaluation.main if run.evaluation else None
-    hero = _hero(main) if main else None
+    hero = None
+    if run.evaluation is not None:
+        hero = _hero(run.evaluation)
     facts = element("dl", *(_tile(*tile) for tile in tiles), class_="tiles") if tiles else None
     body = [part for part in (hero, facts) if part is not None]
     if not body:
@@ -39,20 +42,53 @@ def _when(run: Run) -> Html:
     return element("p", said[:1].upper() + said[1:], class_="when")
 
 
-def _hero(scenario: Scenario) -> Html | None:
-    success = scenario.quantities.get("success")
-    if success is None:
+def _hero(evaluation: Evaluation) -> Html | None:
+    """Return success in the main scenario, next to that of other candidates there."""
+    scenario = evaluation.main
+    success = None
+    if scenario is not None:
+        success = scenario.quantities.get("success")
+    if scenario is None or success is None:
         return None
     interval = say_interval(success, percent=True)
     flown = f" of {format_count(scenario.episodes)} flights" if scenario.episodes else " of flights"
     return element(
         "div",
         element("p", format_percent(success.mean), class_="number"),
-        element("p", f"{flown.strip()} reached their goal: {scenario.title}", class_="what"),
+        element("p", f"{flown.strip()} reached their goal: {_where(scenario)}", class_="what"),
         interval_bar(success),
         element("p", f"95 % interval: {interval}", class_="note") if interval else "",
+        _references(evaluation, scenario),
         class_="hero",
     )
+
+
+def _where(scenario: Scenario) -> str:
+    """Return where the flights of a scenario were."""
+    words = []
+    for key, what in (("num_maps", "maps"), ("num_dynamic_obstacles", "moving obstacles")):
+        number = scenario.facts.get(key)
+        if number:
+            words.append(f"{format_count(number)} {what}")
+    if not words:
+        return scenario.title
+    return f"{scenario.title} ({', '.join(words)})"
+
+
+def _references(evaluation: Evaluation, main: Scenario) -> Html | str:
+    """Return how other candidates did on the same flights."""
+    lines = []
+    for candidate, title in CANDIDATE_TITLES.items():
+        for scenario in evaluation.scenarios:
+            same_flights = scenario.name == main.name and not scenario.has_faults
+            success = scenario.quantities.get("success")
+            if scenario.candidate != candidate or not same_flights or success is None:
+                continue
+            interval = say_interval(success, percent=True)
+            lines.append(element("li", f"{title}: {format_percent(success.mean)} ({interval})"))
+    if not lines:
+        return ""
+    return element("ul", *lines, class_="references")
 
 
 def interval_bar(quantity: Quantity) -> Html:

@@ -129,8 +129,11 @@ def _flights(run: Run) -> Html | None:
     """Return the player, if there is something to play."""
     if not run.flights:
         return None
-    names = [scenario.name for scenario, _ in run.flights]
-    first = names.index("unseen") if "unseen" in names else 0
+    first = 0
+    if run.flown is not None and run.flown.main is not None:
+        shown = [scenario for scenario, _ in run.flights]
+        if run.flown.main in shown:
+            first = shown.index(run.flown.main)
     choices = [
         element("label", _radio(number, checked=number == first), element("span", scenario.title))
         for number, (scenario, _) in enumerate(run.flights)

@@ -1,4 +1,4 @@
-"""What there is in a run folder; nothing in it is trusted, and what is damaged is told and left out."""
+"""Read a run folder. Nothing in it is trusted; damaged files become problems that the page lists."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ class Run:
         metrics: What it measured while training.
         evaluations: In the order of their iterations, then of their times; `final`, if there is one, is the last.
         flights: Recorded flights of one evaluation, with their scenarios, packed for the page.
-        flown: That evaluation: the last that has any.
+        flown: That evaluation: the last one under standard conditions that has any.
         config: The text of its configuration.
         files: What is under ``checkpoints`` and ``rollouts``.
         problems: What could not be read, in sentences.
@@ -67,12 +67,12 @@ class Run:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The evaluation that counts: the last."""
-        return self.evaluations[-1] if self.evaluations else None
+        """The evaluation that counts: the last one of the policy under the conditions of its training, if any."""
+        return _last_standard(self.evaluations)
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Read a run folder; changes nothing in it, and may be called while the run goes on.
+    """Read a run folder; changes nothing in it, and may be called while the run is training.
 
     Args:
         folder: The run folder, or a link to it such as ``runs/last``.
@@ -94,7 +94,8 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         lines = metrics.num_skipped - torn
         problems.append(f"{path / 'metrics.jsonl'}: {lines} lines are not JSON objects and were left out")
     evaluations = _read_evaluations(path / "eval", problems)
-    flown = next((each for each in evaluations[::-1] if any(scenario.flights for scenario in each.scenarios)), None)
+    recorded = [each for each in evaluations if any(scenario.flights for scenario in each.scenarios)]
+    flown = _last_standard(recorded)
     return Run(
         folder=path,
         name=path.resolve().name or str(path),
@@ -146,6 +147,15 @@ def _read_evaluations(folder: Path, problems: list[str]) -> tuple[Evaluation, ..
     found = [_try(read_evaluation, path, problems) for path in paths[-MAX_EVALUATIONS:]]
     known = [evaluation for evaluation in found if evaluation is not None]
     return tuple(sorted(known, key=lambda each: (each.name == "final", each.iteration or 0, each.time or 0, each.name)))
+
+
+def _last_standard(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """Return the last evaluation of a policy under the conditions of its training; else the last one; else None."""
+    found = None
+    for evaluation in evaluations:
+        if evaluation.is_standard or found is None or not found.is_standard:
+            found = evaluation
+    return found
 
 
 def _read_flights(

@@ -24,6 +24,7 @@ _RATE_TITLES = (
     ("timeout", "Timed out"),
 )
 _AMOUNT_TITLES = (("time_to_goal_s", "Time to goal", " s"), ("path_length_m", "Path", " m"), ("return", "Return", ""))
+_INSIDE = ("inside_share", "Time inside the field")
 
 
 def problems(run: Run) -> Html | None:
@@ -69,15 +70,20 @@ def evaluations(run: Run) -> Html | None:
         return None
     content = [element("p", _about(last), class_="note"), _evaluation_table(last)]
     if len(run.evaluations) > 1:
-        earlier = [(each, scenario) for each in run.evaluations[-2::-1] for scenario in each.scenarios]
+        others = [each for each in run.evaluations[::-1] if each is not last]
+        earlier = [(each, scenario) for each in others for scenario in each.scenarios]
         header = ("Evaluation", "Iteration", "Scenario", *(title for _, title in _RATE_TITLES))
         rows = [
-            (each.name, _count(each.iteration), scenario.title, *(_rate(scenario, key) for key, _ in _RATE_TITLES))
+            (_named(each), _count(each.iteration), scenario.title, *(_rate(scenario, key) for key, _ in _RATE_TITLES))
             for each, scenario in earlier
         ]
-        summary = element("summary", f"Earlier evaluations ({len(run.evaluations) - 1})")
-        content.append(element("details", summary, table("Earlier evaluations", header, rows)))
+        summary = element("summary", f"Other evaluations ({len(others)})")
+        content.append(element("details", summary, table("Other evaluations", header, rows)))
     return section("evaluation", "Evaluation", *content)
+
+
+def _named(evaluation: Evaluation) -> Html:
+    return join([evaluation.name, element("small", ", ".join(evaluation.changes))])
 
 
 def _about(evaluation: Evaluation) -> str:
@@ -88,16 +94,19 @@ def _about(evaluation: Evaluation) -> str:
         words.append(f"after {format_count(evaluation.env_frames)} frames")
     if evaluation.action is not None:
         words.append(f"with the action {evaluation.action!r}")
-    return f"{' '.join(words)}. Means with their 95 % intervals."
+    if evaluation.changes:
+        words.append(f"under other conditions ({', '.join(evaluation.changes)})")
+    return f"{' '.join(words)}. Means with their 95 % intervals, which account for flights that share a map."
 
 
 def _evaluation_table(evaluation: Evaluation) -> Html:
-    titles = (*(title for _, title in _RATE_TITLES), *(title for _, title, _ in _AMOUNT_TITLES))
+    shares = (*_RATE_TITLES, _INSIDE)
+    titles = (*(title for _, title in shares), *(title for _, title, _ in _AMOUNT_TITLES))
     rows = (
         (
             _described(scenario),
             _count(scenario.episodes),
-            *(_rate(scenario, key) for key, _ in _RATE_TITLES),
+            *(_rate(scenario, key) for key, _ in shares),
             *(_amount(scenario.quantities.get(key), unit) for key, _, unit in _AMOUNT_TITLES),
         )
         for scenario in evaluation.scenarios
@@ -109,7 +118,9 @@ def _described(scenario: Scenario) -> Html:
     facts = scenario.facts
     names = (("num_static_obstacles", "static"), ("num_dynamic_obstacles", "moving"))
     words = [f"{format_count(facts[key])} {name}" for key, name in names if facts.get(key)]
-    if "map_seed" in facts:
+    if "num_maps" in facts:
+        words.append(f"{format_count(facts['num_maps'])} maps")
+    elif "map_seed" in facts:
         words.append(f"map {facts['map_seed']:.0f}")
     return join([scenario.title, element("small", ", ".join(words))])
 

@@ -17,7 +17,7 @@ LINE_EVERY_S = 10.0
 _ROWS = (
     ("success rate", "train/stats.reach_goal", "{:.3f}"),
     ("collision rate", "train/stats.collision", "{:.3f}"),
-    ("success on unseen maps", "eval/unseen/success", "{:.3f}"),
+    ("success on unseen maps", "eval/through/success", "{:.3f}"),
     ("return", "train/stats.return", "{:.1f}"),
     ("actor loss", "actor_loss", "{:.4f}"),
     ("critic loss", "critic_loss", "{:.4f}"),

@@ -29,7 +29,8 @@ class LoadedPolicy:
 
     Attributes:
         policy: Ready to act, on its settings' device.
-        settings: Of its training; NavRL's for a file that does not say.
+        settings: Of its training; NavRL's for a file that does not say. Overrides are applied.
+        trained: Of its training, without overrides; None for a file that does not say.
         path: The file it comes from.
         run: The folder of its run, if it is of one.
         metrics: What was saved with it.
@@ -37,17 +38,17 @@ class LoadedPolicy:
 
     policy: NavRLPolicy
     settings: TrainSettings
+    trained: TrainSettings | None
     path: Path
     run: Path | None
     metrics: Mapping[str, Any]
 
     def about(self) -> dict[str, Any]:
-        """Return what an evaluation says of the policy: where it comes from and how long it has learned."""
+        """Return what an evaluation says about the policy: its file, and how long it was trained."""
         return {
-            "checkpoint": str(self.path),
+            "checkpoint": str(self.path.resolve()),
             "iteration": self.metrics.get("iteration"),
             "env_frames": self.metrics.get("env_frames"),
-            "dt_s": self.settings.sim.dt,
         }
 
 
@@ -68,8 +69,10 @@ def load_policy(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         path = _newest(path)
     metrics = _metrics_of(path)
     state = _find_policy(load_checkpoint(path), path)
+    trained = None
     if isinstance(metrics.get("config"), dict):
-        settings = override_settings(settings_from(metrics["config"], str(path)), overrides)
+        trained = settings_from(metrics["config"], str(path))
+        settings = override_settings(trained, overrides)
     else:
         settings = compose_settings(overrides)
     policy = NavRLPolicy(action_map=velocity_from_unit)
@@ -81,7 +84,7 @@ def load_policy(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         )
     policy.load_state_dict(state)
     run = path.parent.parent if path.parent.name == "checkpoints" else None
-    return LoadedPolicy(policy.to(settings.torch_device()), settings, path, run, metrics)
+    return LoadedPolicy(policy.to(settings.torch_device()), settings, trained, path, run, metrics)
 
 
 def _newest(folder: Path) -> Path:

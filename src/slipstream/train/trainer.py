@@ -25,7 +25,10 @@ from slipstream.rl.ppo import PPO, Minibatches
 from slipstream.rollout.storage import RolloutStorage
 from slipstream.train.changes import Change, require_resumable, schedule_note
 from slipstream.train.episodes import EpisodeStats
-from slipstream.train.evaluate import evaluate, save_evaluation, standard_scenarios
+from slipstream.train.evaluation.jobs import Job, describe_conditions, run_jobs
+from slipstream.train.evaluation.pilots import policy_candidate
+from slipstream.train.evaluation.results import save_evaluation
+from slipstream.train.evaluation.scenarios import standard_scenarios
 from slipstream.train.folder import RunFolder
 from slipstream.train.loggers import Logger, make_loggers
 from slipstream.train.performance import PerformanceMonitor
@@ -238,21 +241,22 @@ class Trainer:
                 group["lr"] = factor * getattr(self.ppo.config, name).learning_rate
 
     def _evaluate(self) -> dict[str, float]:
-        """Fly on unseen maps, without touching training."""
+        """Fly through unseen maps, without touching training."""
         settings = self.settings
         scenario = standard_scenarios(settings)[0]
-        result = evaluate(self.ppo.policy, settings, scenario, episodes=max(1, settings.eval_episodes // 2))
-        about = {**self.about(), "seed": 1, "action": "mean"}
+        jobs = [Job(policy_candidate(self.ppo.policy), scenario)]
+        episodes = max(1, settings.eval_episodes // 2)
+        [result] = run_jobs(jobs, settings, episodes=episodes)
+        about = {**self.about(), "conditions": describe_conditions(jobs, settings, episodes=episodes)}
         save_evaluation([result], self.folder.evaluations, f"iter_{self.iteration:06d}", about)
         return {f"eval/{scenario.name}/{name}": rate.mean for name, rate in result.rates.items()}
 
     def about(self) -> dict[str, Any]:
-        """Return what an evaluation says of the policy: where it comes from and how long it has learned."""
+        """Return what an evaluation says about the policy: its checkpoint, and how long it was trained."""
         return {
-            "checkpoint": str(self.checkpoints.path(self.iteration)),
+            "checkpoint": str(self.checkpoints.path(self.iteration).resolve()),
             "iteration": self.iteration,
             "env_frames": self.counters["env_frames"],
-            "dt_s": self.settings.sim.dt,
         }
 
     def _log(self, values: dict[str, float]) -> None:

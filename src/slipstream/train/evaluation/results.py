@@ -1,0 +1,246 @@
+"""Results of an evaluation: rates and means with intervals, and the JSON document that records them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import ConfigurationError
+from slipstream.rollout.batch import save_rollout_compressed
+from slipstream.store.local import atomic_write, make_folder, open_regular
+from slipstream.train.evaluation.flights import NO_FAULTS, OUTCOMES, SEED, Flown, OnStep, fly
+from slipstream.train.evaluation.pilots import Candidate, Sensors
+from slipstream.train.evaluation.scenarios import NUM_EPISODES, Scenario
+from slipstream.train.evaluation.statistics import Interval, rate_interval, ratio_interval
+from slipstream.train.settings import TrainSettings
+
+FORMAT = "slipstream.evaluation"
+VERSION = 2
+RATES = OUTCOMES[1:]
+MEANS = ("inside_share", "time_to_goal_s", "path_length_m", "return")
+INTERVALS = {
+    "clusters": "bootstrap over maps",
+    "flights": "independent flights",
+    "assumed": "one map: flights on it are assumed to have a correlation of .1",
+}
+
+
+@dataclass(frozen=True)
+class ScenarioResult:
+    """How well a candidate flew a scenario.
+
+    Attributes:
+        flown: The flights.
+        rates: The share of each outcome; the means sum to 1.
+        means: ``inside_share`` (share of the flight time inside the field) and ``return`` over all flights,
+            ``time_to_goal_s`` and ``path_length_m`` over those that reached the goal; None where there are none.
+        num_clusters: The number of groups of flights that share a map and a course of moving obstacles.
+        interval: What intervals are based on: a key of `INTERVALS`.
+    """
+
+    flown: Flown
+    rates: dict[str, Interval]
+    means: dict[str, Interval | None]
+    num_clusters: int
+    interval: str
+
+    @property
+    def scenario(self) -> Scenario:
+        """Where the flights were."""
+        return self.flown.scenario
+
+    @property
+    def episodes(self) -> int:
+        """The number of flights."""
+        return len(self.flown.log.outcome)
+
+    def to_json(self, flights: str | None = None) -> dict[str, Any]:
+        """Return everything but the flights as JSON values.
+
+        Args:
+            flights: The name of the file that the recorded flights are in.
+        """
+        flown = self.flown
+        scenario = flown.scenario
+        values: dict[str, Any] = {
+            "scenario": scenario.name,
+            "candidate": flown.candidate,
+            "title": flown.title,
+            "map_seeds": list(scenario.map_seeds),
+            "num_courses": scenario.num_courses,
+            "num_static_obstacles": scenario.num_static_obstacles,
+            "num_dynamic_obstacles": scenario.num_dynamic_obstacles,
+            "sensors": dataclasses.asdict(flown.sensors),
+            "simulation": dataclasses.asdict(flown.config),
+            "episodes": self.episodes,
+            "clusters": self.num_clusters,
+            "interval": self.interval,
+        }
+        for name, rate in self.rates.items():
+            values[name] = rate.to_json()
+        for name, mean in self.means.items():
+            values[name] = None
+            if mean is not None:
+                values[name] = mean.to_json()
+        values["steps_per_s"] = flown.steps_per_s
+        values["flights"] = flights
+        return values
+
+
+def evaluate(
+    candidate: Candidate,
+    settings: TrainSettings,
+    scenario: Scenario,
+    *,
+    episodes: int = NUM_EPISODES,
+    seed: int = SEED,
+    sensors: Sensors = NO_FAULTS,
+    num_recorded: int = 0,
+    on_step: OnStep | None = None,
+) -> ScenarioResult:
+    """Fly the episodes of a scenario and return how they ended, with 95 % intervals over maps.
+
+    Blocks until every episode has ended. See `fly` for what it depends on and what it leaves alone.
+
+    Args:
+        candidate: What flies, for example ``policy_candidate(policy)``.
+        settings: Drones, sensor and rules; the scenario replaces map, obstacles and starts.
+        scenario: Where to fly; see `standard_scenarios`.
+        episodes: The number of episodes, rounded up to the same number for each map.
+        seed: Of starts, goals, courses of obstacles, noise and sampled actions.
+        sensors: What is wrong with the sensors.
+        num_recorded: The number of additional flights on the first map that are recorded, and not counted.
+        on_step: Called after each step with the number of episodes that have ended, and of all.
+
+    Raises:
+        ConfigurationError: If there is no episode to fly, or the settings are invalid.
+    """
+    flown = fly(
+        candidate,
+        settings,
+        scenario,
+        episodes=episodes,
+        seed=seed,
+        sensors=sensors,
+        num_recorded=num_recorded,
+        on_step=on_step,
+    )
+    return summarise(flown)
+
+
+def summarise(flown: Flown) -> ScenarioResult:
+    """Return rates and means of flights, with 95 % intervals over maps."""
+    log = flown.log
+    rates = {}
+    for number, name in enumerate(OUTCOMES):
+        if name in RATES:
+            rates[name] = rate_interval(log.outcome == number, log.cluster)
+    arrived = log.success.astype(np.float64)
+    means = {
+        "inside_share": ratio_interval(log.inside_s, log.flight_s, log.cluster),
+        "time_to_goal_s": ratio_interval(log.flight_s * arrived, arrived, log.cluster),
+        "path_length_m": ratio_interval(log.path_m * arrived, arrived, log.cluster),
+        "return": ratio_interval(log.returns, np.ones(len(arrived)), log.cluster),
+    }
+    num_clusters = len(np.unique(log.cluster))
+    interval = "clusters"
+    if num_clusters == len(arrived):
+        interval = "flights"
+    elif num_clusters == 1:
+        interval = "assumed"
+    return ScenarioResult(flown, rates, means, num_clusters, interval)
+
+
+def save_evaluation(
+    results: Sequence[ScenarioResult], folder: Path, name: str, about: Mapping[str, Any]
+) -> tuple[Path, dict[str, Any]]:
+    """Write an evaluation: ``<name>.json``, and recorded flights beside it. Replaces files of that name.
+
+    Args:
+        results: One for each scenario and candidate.
+        folder: Where; created if it does not exist.
+        name: Of the files.
+        about: What else the JSON should say: the conditions of the evaluation, such as checkpoint, seed and overrides.
+
+    Returns:
+        The path of the JSON file, and its content.
+    """
+    make_folder(folder)
+    entries = []
+    for result in results:
+        file = None
+        flown = result.flown
+        if flown.flights is not None:
+            file = f"{name}_{_file_part(flown)}.slip"
+            save_rollout_compressed(flown.flights.data, folder / file, metadata=flown.flights.world)
+        entries.append(result.to_json(file))
+    document = {"format": FORMAT, "version": VERSION, **about, "time": time.time(), "results": entries}
+    # Through JSON and back: tuples become lists, so the returned document equals the file.
+    text = json.dumps(document, indent=2)
+    path = folder / f"{name}.json"
+    with atomic_write(path) as stream:
+        stream.write(text.encode())
+    content: dict[str, Any] = json.loads(text)
+    return path, content
+
+
+def choose_name(folder: Path, stem: str, about: Mapping[str, Any]) -> str:
+    """Return a name under which an evaluation replaces only an earlier one of the same policy and conditions.
+
+    Args:
+        folder: Where evaluations are.
+        stem: The name if it is free; otherwise a number is added.
+        about: What the evaluation says about itself; see `save_evaluation`.
+    """
+    name = stem
+    number = 2
+    while not may_replace(folder / f"{name}.json", about):
+        name = f"{stem}_{number}"
+        number += 1
+    return name
+
+
+def may_replace(path: Path, about: Mapping[str, Any]) -> bool:
+    """Return whether a file is missing, or an evaluation that says the same about itself."""
+    if not os.path.lexists(path):
+        return True
+    try:
+        with open_regular(path) as file:
+            document = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        return False
+    wanted = json.loads(json.dumps(about))
+    return all(document.get(key) == value for key, value in wanted.items())
+
+
+def require_writable(folder: Path) -> None:
+    """Require a folder that files can be written to, or that can be created, before hours of work depend on it.
+
+    Raises:
+        ConfigurationError: If it is a file, or cannot be created or written to.
+    """
+    try:
+        make_folder(folder)
+        probe = folder / f".slipstream-{os.getpid()}"
+        with probe.open("xb"):
+            pass
+        probe.unlink()
+    except OSError as error:
+        raise ConfigurationError(f"{folder}: cannot write evaluations there ({error.strerror or error})") from error
+
+
+def _file_part(flown: Flown) -> str:
+    """Return what distinguishes recorded flights in a file name."""
+    if flown.candidate == "policy":
+        return flown.scenario.name
+    return f"{flown.scenario.name}_{flown.candidate}"
