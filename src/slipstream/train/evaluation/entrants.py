@@ -16,7 +16,7 @@ from slipstream.train.policy import load_policy
 from slipstream.train.settings import TrainSettings, compose_settings, override_settings, parse_overrides
 
 PLANNER = "planner"
-FAITHFUL = ("sim.dynamics=hummingbird", "sim.dt=0.016", "env.max_episode_length=2200")
+FAITHFUL = ("sim.dynamics=hummingbird", "sim.dt=0.016", "sim.response_delay=0.0", "env.max_episode_length=2200")
 
 # An evaluation sets these itself. An override would have no effect, or make a result look like another one.
 _FIXED = {
@@ -27,6 +27,7 @@ _FIXED = {
     "env.inside_starts": "--scenario chooses the starts",
     "env.goal_truncates": "a flight always ends at the goal",
     "env.random_clocks": "every flight has the full time",
+    "sim.response_delay": "evaluations fly without a random delay; use --faithful or --latency",
     "seed": "use --seed",
 }
 

@@ -141,6 +141,7 @@ def plan_flights(scenario: Scenario, settings: TrainSettings, episodes: int, see
             map_seed=scenario.map_seed + first // num_courses,
             start=scenario.start,
             inside_starts=0.0,
+            response_delay_s=0.0,
             obstacle_warmup_s=OBSTACLE_WARMUP_S,
             centred_reward=False,
             collision_penalty=0.0,
