@@ -64,13 +64,16 @@ def test_all_maps_of_a_scenario_share_a_simulation_with_as_many_flights_on_each(
 
 
 def test_an_evaluation_flies_whole_episodes_to_the_goal_whatever_the_training_did():
-    settings = small("env.inside_starts=0.5", "env.danger_weight=3", "env.collision_penalty=60")
+    settings = small(
+        "env.inside_starts=0.5", "env.danger_weight=3", "env.collision_penalty=60", "sim.response_delay=0.2"
+    )
     [part] = plan_flights(standard_scenarios(settings)[0], settings, 64, seed=1)
     config = part.config
     assert config.goal_truncates
     assert not config.random_clocks
     assert not config.centred_reward
     assert (config.inside_starts, config.danger_weight, config.collision_penalty) == (0, 0, 0)
+    assert config.response_delay_s == 0
     assert config.obstacle_warmup_s > 10
 
 

@@ -27,6 +27,9 @@ _FIXED = {
     "env.inside_starts": "--scenario chooses the starts",
     "env.goal_truncates": "a flight always ends at the goal",
     "env.random_clocks": "every flight has the full time",
+    "env.centred_reward": "the return is NavRL's",
+    "env.collision_penalty": "the return is NavRL's",
+    "env.danger_weight": "the return is NavRL's",
     "sim.response_delay": "evaluations fly without a random delay; use --faithful or --latency",
     "seed": "use --seed",
 }

@@ -116,7 +116,8 @@ def plan_flights(scenario: Scenario, settings: TrainSettings, episodes: int, see
     """Return the simulations that fly the episodes of a scenario.
 
     Each map and course gets the same number of episodes, so the total is rounded up. An episode ends at the goal, the
-    reward is NavRL's, and obstacles are already moving at the start, whatever the settings of the training.
+    reward is NavRL's, drones respond without an extra delay, and obstacles are already moving at the start, whatever
+    the settings of the training.
 
     Args:
         scenario: Where to fly.
