@@ -207,6 +207,7 @@ def test_the_robustness_table_has_a_row_for_each_fault_with_and_without_shield(r
     [
         (["--scenario", "moon"], "--scenario is 'moon', expected one of 'through', 'line'"),
         (["--name", "../x"], "--name is '../x'"),
+        (["--seed", str(2**64)], "Invalid value for '--seed'"),
         (["--policy", "magic"], "--policy is 'magic', expected one of 'learned', 'planner'"),
         (["--dropout", "2"], "--dropout is 2.0, expected a number from 0 to 1"),
         (["--lidar-noise", "-1"], "--lidar-noise is -1.0, expected a number of at least 0"),

@@ -75,7 +75,7 @@ def evaluate(
     lidar_noise: Annotated[float, typer.Option(help="Standard deviation of LiDAR distances in metres.")] = 0.0,
     dropout: Annotated[float, typer.Option(help="Share of LiDAR returns that are missing.")] = 0.0,
     latency: Annotated[float, typer.Option(help="Age of observations in seconds, rounded to steps.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of starts, goals, obstacles and noise.", min=0)] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of starts, goals, obstacles and noise.", min=0, max=2**32 - 1)] = 1,
     sample: Annotated[bool, typer.Option("--sample", help="Draw actions instead of taking their means.")] = False,
     output: Annotated[Path | None, typer.Option(help="Folder for files; the run's eval folder by default.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the files.", show_default=False)] = None,

@@ -93,9 +93,10 @@ def standard_scenarios(
         known = min(len(maps), num_maps)
         # A single map has no other maps to vary over, so the courses of its obstacles vary.
         courses = max(1, num_maps // known)
-        training = Scenario(
-            "training", "Through, training map", "through", maps[0], known, num_boxes, num_moving, courses
-        )
+        title = "Through, training map"
+        if known > 1:
+            title = "Through, training maps"
+        training = Scenario("training", title, "through", maps[0], known, num_boxes, num_moving, courses)
         scenarios.insert(SCENARIO_NAMES.index("training"), training)
     return scenarios
 
