@@ -45,7 +45,8 @@ class Task(NamedTuple):
 class ObstacleTable(NamedTuple):
     """Moving obstacles by column, ``[obstacles]`` each, but position and velocity ``[3, obstacles]``.
 
-    With several maps, position and velocity are ``[3, maps, obstacles]``. Every map has the same kinds of obstacles.
+    With several maps, position and velocity are ``[3, maps, obstacles]``, and the drones are in equal blocks, map after
+    map. Every map has the same kinds of obstacles.
     Half of a cylinder's height counts as infinite: there is no flying over it.
     """
 
@@ -75,14 +76,12 @@ class ObstacleTable(NamedTuple):
             (~standing).float(),
         )
 
-    def around(self, map_index: torch.Tensor | None) -> ObstacleTable:
-        """Return the obstacles of each drone's map, with position and velocity ``[3, envs, obstacles]``.
+    def rows(self, map_index: torch.Tensor) -> ObstacleTable:
+        """Return the obstacles around some of the drones, with position and velocity ``[3, drones, obstacles]``.
 
         Args:
-            map_index: Which map each drone is on, ``[envs]``; None if there is one map, which stays as it is.
+            map_index: Which map each of the drones is on.
         """
-        if map_index is None:
-            return self
         return ObstacleTable(self.position_m[:, map_index], self.velocity_m_s[:, map_index], *self[2:])
 
 
@@ -116,7 +115,7 @@ def observe(
         velocity: Their velocity in the world, ``[envs, 3]``.
         task: Where they come from and go to.
         distances: What the range finder measured, ``[envs, azimuths, pitches]``.
-        obstacles: What moves around each drone (see `ObstacleTable.around`); may be none.
+        obstacles: What moves; may be none.
         range_m: How far the range finder sees; obstacles beyond are not seen either.
 
     Returns:
@@ -145,20 +144,26 @@ def look_around(position: torch.Tensor, heading: torch.Tensor, obstacles: Obstac
     Args:
         position: Where the drones are, ``[envs, 3]``.
         heading: The x axes of their goal frames, ``[envs, 2]``.
-        obstacles: What moves around each drone (see `ObstacleTable.around`); may be none.
+        obstacles: What moves; may be none.
         range_m: How far they see in the plane.
     """
     if not obstacles.width_m.shape[0]:
         blank = position.new_zeros(len(position), NUM_NEAREST, OBSTACLE_FEATURES)
         return Nearby(blank, blank[:, :0, 0], torch.zeros_like(position[:, 0], dtype=torch.bool))
-    x, y, z = position.unsqueeze(2).unbind(1)
-    squared = (obstacles.position_m[0] - x).square() + (obstacles.position_m[1] - y).square()
+    # Each block of drones is compared with the obstacles of its map: [maps, drones of a map, obstacles].
+    count = len(obstacles.width_m)
+    num_maps = obstacles.position_m[0].numel() // count
+    block = len(position) // max(num_maps, 1)  # there is no map where no drone is
+    place_x, place_y, place_z = obstacles.position_m.view(3, num_maps, 1, count)
+    block_x, block_y, block_z = position.view(num_maps, block, 3, 1).unbind(2)
+    squared = (place_x - block_x).square() + (place_y - block_y).square()
     beside = squared - (obstacles.width_m / 2 + DRONE_RADIUS_M).square()
-    above = (obstacles.position_m[2] - z).abs() - obstacles.half_height_m - DRONE_RADIUS_M
-    collision = torch.maximum(beside, above).amin(1) <= 0
-    which = _nearest(squared)
+    above = (place_z - block_z).abs() - obstacles.half_height_m - DRONE_RADIUS_M
+    collision = torch.maximum(beside, above).flatten(0, 1).amin(1) <= 0
+    which = _nearest(squared.flatten(0, 1))
     columns = (*obstacles.position_m, *obstacles.velocity_m_s, obstacles.width_m, obstacles.category, obstacles.flying)
     ox, oy, oz, vx, vy, vz, width, category, flying = (_pick(part, which) for part in columns)
+    x, y, z = position.unsqueeze(2).unbind(1)
     dx, dy, dz = ox - x, oy - y, (oz - z) * flying
     squared = dx * dx + dy * dy
     plane, space = squared.sqrt(), (squared + dz * dz).sqrt()
@@ -173,10 +178,13 @@ def look_around(position: torch.Tensor, heading: torch.Tensor, obstacles: Obstac
 
 
 def _pick(column: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-    """Return the values of some obstacles for each drone, from one row for all drones or a row for each."""
+    """Return the values of some obstacles for each drone, from one row for all drones or a row for each block."""
     if column.ndim == 1:
         return column.index_select(0, which.view(-1)).view_as(which)
-    return column.gather(1, which)
+    num_maps, count = column.shape
+    block = len(which) // max(num_maps, 1)
+    every = column.unsqueeze(1).expand(num_maps, block, count)
+    return every.gather(2, which.view(num_maps, block, which.shape[1])).flatten(0, 1)
 
 
 def _nearest(squared: torch.Tensor) -> torch.Tensor:

@@ -123,17 +123,19 @@ def danger(
         rays: Directions of the rays, from `ray_directions`.
         range_m: How far the range finder sees.
     """
-    points = distances.flatten(1) * rays.unsqueeze(1)  # [3, envs, rays]: coordinates first, so that each is contiguous
-    own = velocity.t().unsqueeze(2)
-    ahead = _danger_of(points, own, DRONE_RADIUS_M) * (distances.flatten(1) < range_m)
+    flat = distances.flatten(1)
+    speed_squared = velocity.square().sum(1, keepdim=True)
+    # The distance along the course is one matrix product, because a return is its ray times its distance.
+    ahead = _danger_of(flat.square(), flat * (velocity @ rays), speed_squared, DRONE_RADIUS_M) * (flat < range_m)
     features = obstacles.permute(2, 0, 1)
     is_seen, is_flying = features[3] > 0, features[9]
-    space = (features[3].square() + features[4].square()).sqrt()
-    others = features[5:8] - own
+    space_squared = features[3].square() + features[4].square()
+    own = velocity.t().unsqueeze(2)
     # A cylinder reaches over all heights, so only the plane counts.
-    relative = torch.stack([others[0], others[1], others[2] * is_flying])
+    course = torch.stack([own[0] - features[5], own[1] - features[6], (own[2] - features[7]) * is_flying])
+    along = (features[:3] * course).sum(0) * space_squared.sqrt()
     radius = (features[8] + 1) * (0.25 / 2) + DRONE_RADIUS_M
-    moving = _danger_of(features[:3] * space, -relative, radius) * is_seen
+    moving = _danger_of(space_squared, along, course.square().sum(0), radius) * is_seen
     return ahead.amax(1) + moving.amax(1)
 
 
@@ -150,11 +152,20 @@ def ray_directions(lidar: LidarConfig, device: torch.device | str = "cpu") -> to
     return torch.stack([x, y, z]).flatten(1).float().to(device)
 
 
-def _danger_of(point: torch.Tensor, velocity: torch.Tensor, radius: torch.Tensor | float) -> torch.Tensor:
-    """Return the danger of points ``[3, envs, points]`` for drones with a velocity relative to them."""
-    speed_squared = velocity.square().sum(0).clamp(min=1e-6)
-    time = (point * velocity).sum(0) / speed_squared
-    miss = (point - velocity * time).square().sum(0).sqrt()
+def _danger_of(
+    distance_squared: torch.Tensor, along: torch.Tensor, speed_squared: torch.Tensor, radius: torch.Tensor | float
+) -> torch.Tensor:
+    """Return the danger of points, ``[envs, points]``.
+
+    Args:
+        distance_squared: How far they are, squared.
+        along: Scalar product of their position and the drone's velocity relative to them.
+        speed_squared: That velocity's length, squared.
+        radius: How close is a collision.
+    """
+    speed_squared = speed_squared.clamp(min=1e-6)
+    time = along / speed_squared
+    miss = (distance_squared - along * time).clamp(min=0).sqrt()
     square = (1 - (miss - radius) / MISS_SLACK_M).clamp(0, 1)
     time_to_contact = (time - radius * speed_squared.rsqrt()).clamp(min=0)
     soon = (1 - time_to_contact / DANGER_HORIZON_S).clamp(min=0)

@@ -159,7 +159,7 @@ class Simulation:
         self.drone = self._fly(self.drone, command_m_s.detach(), self.task.heading)
         position, velocity = self.drone.position_m, self.drone.velocity_m_s
         distances = self._scan(position, self.task.heading)
-        table = ObstacleTable.of(self.obstacles).around(self.map_index)
+        table = ObstacleTable.of(self.obstacles)
         observation, verdict = self._perceive(position, velocity, before, self.task, distances, table)
         terminated = verdict.static_collision | verdict.dynamic_collision | verdict.out_of_bounds
         if self.collision_penalty:
@@ -265,7 +265,9 @@ class Simulation:
 
     def _look(self, drone: DroneState, task: Task, map_index: torch.Tensor | None) -> Observation:
         distances = self.lidar.scan(drone.position_m, task.heading, map_index=map_index)
-        table = ObstacleTable.of(self.obstacles).around(map_index)
+        table = ObstacleTable.of(self.obstacles)
+        if map_index is not None:
+            table = table.rows(map_index)
         return observe(drone.position_m, drone.velocity_m_s, task, distances, table, self.lidar.range_m)[0]
 
 
