@@ -6,10 +6,9 @@ than waking the threads up. Here each thread computes all operations for its sha
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -17,6 +16,8 @@ from slipstream.threads import parallel_each
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
+
+T = TypeVar("T")
 
 Metrics = dict[str, torch.Tensor]
 Losses = Callable[["TensorDictBase"], tuple[Metrics, torch.Tensor]]
@@ -46,12 +47,10 @@ def sum_gradients(
     done: dict[int, tuple[Metrics, list[torch.Tensor]]] = {}
 
     def compute(number: int) -> None:
-        torch.set_num_threads(1)  # a setting of each thread
         share = len(parts[number]) / len(minibatch)
         done[number] = _gradients(losses, parts[number], parameters, share)
 
-    with _thread_count_kept():
-        parallel_each(compute, range(len(parts)), threads=len(parts))
+    on_one_thread_each(compute, range(len(parts)), len(parts))
     metrics, gradients = done[0]
     for number in range(1, len(parts)):
         other_metrics, other_gradients = done[number]
@@ -71,11 +70,29 @@ def _gradients(
     return {name: share * value.detach() for name, value in metrics.items()}, list(gradients)
 
 
-@contextlib.contextmanager
-def _thread_count_kept() -> Iterator[None]:
-    """Restore the number of threads of the calling thread, which computes a part too."""
+def on_one_thread_each(function: Callable[[T], None], items: Sequence[T], threads: int) -> None:
+    """Call a function for every item on up to `threads` threads at once, in each of which torch uses no other thread.
+
+    Args:
+        function: Called once per item. Gradients are recorded in it unless it says otherwise.
+        items: The arguments.
+        threads: Number of threads. With 1, torch decides how many threads an operation uses.
+
+    Raises:
+        Exception: The first exception of `function`, in the order of the items.
+    """
+    if threads == 1:
+        for item in items:
+            function(item)
+        return
+
+    def call(item: T) -> None:
+        torch.set_num_threads(1)  # a setting of each thread
+        function(item)
+
     before = torch.get_num_threads()
     try:
-        yield
+        parallel_each(call, items, threads)
     finally:
+        # The calling thread has worked too.
         torch.set_num_threads(before)

@@ -13,7 +13,7 @@ from torch import nn
 from slipstream.errors import ConfigurationError, RolloutError, StateMismatchError
 from slipstream.rl.config import PPOConfig
 from slipstream.rl.finite import require_finite
-from slipstream.rl.gradients import sum_gradients
+from slipstream.rl.gradients import on_one_thread_each, sum_gradients
 from slipstream.rl.losses import (
     effective_sample_share,
     explained_variance,
@@ -30,7 +30,7 @@ from slipstream.rl.network import (
     Choice,
     NavRLPolicy,
 )
-from slipstream.rl.symmetry import evaluate_mirrored, reflect_some
+from slipstream.rl.symmetry import Mirrored, evaluate_mirrored, reflect_some
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -276,11 +276,19 @@ class PPO:
         """
         flat = batch.reshape(-1)
         chosen = torch.arange(0, flat.batch_size[0], 2, device=proximal.device)
-        mean = proximal.new_zeros(len(flat), ACTION_DIM)
+        chunks = list(_chunks(chosen, math.ceil(len(chosen) / self.config.update_threads)))
+        images: dict[int, Mirrored] = {}
+
+        def compute(number: int) -> None:
+            steps = flat[chunks[number]]
+            seen, action = self.policy.observation(steps), steps.get(ACTION_NORMALIZED)
+            images[number] = evaluate_mirrored(self.policy, seen, action)
+
+        on_one_thread_each(compute, range(len(chunks)), self.config.update_threads)
+        mean = proximal.new_zeros(flat.batch_size[0], ACTION_DIM)
         mirrored = torch.zeros_like(proximal, dtype=torch.bool)
-        for index in _chunks(chosen):
-            steps = flat[index]
-            image = evaluate_mirrored(self.policy, self.policy.observation(steps), steps.get(ACTION_NORMALIZED))
+        for number, index in enumerate(chunks):
+            image = images[number]
             is_likely = image.log_prob - proximal.view(-1)[index] > math.log(_LEAST_MIRROR_RATIO)
             kept = index[is_likely]
             mirrored.view(-1)[kept] = True
@@ -362,6 +370,7 @@ def _asymmetry(mean: torch.Tensor, target: torch.Tensor, mirrored: torch.Tensor)
     return 2 * (squared * mirrored).mean()
 
 
-def _chunks(index: torch.Tensor) -> Iterator[torch.Tensor]:
-    for start in range(0, len(index), _CHUNK):
-        yield index[start : start + _CHUNK]
+def _chunks(index: torch.Tensor, size: int = _CHUNK) -> Iterator[torch.Tensor]:
+    size = min(size, _CHUNK)
+    for start in range(0, len(index), size):
+        yield index[start : start + size]
