@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,6 +137,11 @@ def draw_origins(count: int, half_extent_m: float, seed: int) -> torch.Tensor:
     Returns:
         Centres, ``[count, 3]``, on the CPU.
     """
+    return _draw_origins(count, half_extent_m, seed).clone()
+
+
+@functools.lru_cache(maxsize=512)  # evaluations use the same maps again and again; one takes 1 kB
+def _draw_origins(count: int, half_extent_m: float, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed ^ ORIGIN_SEED)
     origins = torch.zeros(count, 3)
     even_m = 2 * half_extent_m / max(count, 1) ** 0.5
