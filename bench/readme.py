@@ -90,27 +90,12 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
     def images(name: str, stored: str = "CPU ms") -> str:
         return tables.cell("datasets", name, stored)
 
-    def flights(name: str, column: str) -> str:
-        return tables.cell("flights", name, column).strip("*").partition(" ")[0]
-
-    through = "`through`"
-    crossing = f"{flights('quick, mean', through)}, with shield {flights('quick, mean', '`through`, shield')}"
-
     ours, plain, lost = "slipstream native, guarded", "slipstream native, not packed", "training time lost ms"
 
     def same(*names: str) -> dict[str, str]:
         return {name: name for name in names}
 
     return [
-        (
-            "Flights through unseen maps, 80 obstacles moving: success of `make demo`, mean of three seeds",
-            crossing,
-            peers(
-                lambda row: flights(row, through),
-                {"planner (no learning)": "planner", "NavRL's released policy": "NavRL's released policy"},
-            ),
-            "flights",
-        ),
         (
             "A checkpoint, the caller's stall",
             f"{saver(ours, 'stall ms')} ms",
