@@ -63,7 +63,7 @@ def test_a_run_with_everything_has_every_section_and_its_numbers(whole_run):
     assert page.sections == ["flights", "learning", "evaluation", "time", "storage", "configuration"]
     words = " ".join(page.words.split())
     for expected in (
-        "71.2 % of 512 flights reached their goal: Through the field (64 maps, 80 moving obstacles)",
+        "71.2 % of 512 flights reached their goal Through the field (64 maps, 80 moving obstacles)",
         "95 % interval: 67.2 to 75.2 %",
         "Frames 49,152",
         "Iterations 12",
@@ -389,9 +389,9 @@ def test_the_headline_is_the_policy_through_the_field_next_to_shield_and_planner
     run = builder()
     run.evaluation("final", with_references(make_evaluation(6)))
     words = " ".join(Page(write_report(run.folder)).words.split())
-    assert "of 512 flights reached their goal: Through the field (64 maps, 80 moving obstacles)" in words
-    assert "The policy with a shield: 98.8 % (97.8 to 99.8 %)" in words
-    assert "The planner, which learns nothing: 86.2 % (85.2 to 87.2 %)" in words
+    assert "of 512 flights reached their goal Through the field (64 maps, 80 moving obstacles)" in words
+    assert "Policy with shield: 98.8 % (97.8 to 99.8 %)" in words
+    assert "Planner, without learning: 86.2 % (85.2 to 87.2 %)" in words
 
 
 def test_curves_show_the_policy_alone_under_the_conditions_of_its_training(builder, make_evaluation):

@@ -11,7 +11,7 @@ from slipstream.report.run import Run
 from slipstream.report.wording import say_interval, say_moment
 from slipstream.text import format_bytes, format_count, format_percent, format_ratio, format_seconds
 
-CANDIDATE_TITLES = {"policy_shield": "The policy with a shield", "planner": "The planner, which learns nothing"}
+CANDIDATE_TITLES = {"policy_shield": "Policy with shield", "planner": "Planner, without learning"}
 
 
 def headline(run: Run) -> Html:
@@ -55,7 +55,8 @@ def _hero(evaluation: Evaluation) -> Html | None:
     return element(
         "div",
         element("p", format_percent(success.mean), class_="number"),
-        element("p", f"{flown.strip()} reached their goal: {_where(scenario)}", class_="what"),
+        element("p", f"{flown.strip()} reached their goal", class_="what"),
+        element("p", _where(scenario), class_="note"),
         interval_bar(success),
         element("p", f"95 % interval: {interval}", class_="note") if interval else "",
         _references(evaluation, scenario),
