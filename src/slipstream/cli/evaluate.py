@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from slipstream.train.evaluation.pilots import Sensors
 
 EXAMPLE = "slipstream eval runs/last --scenario through --scenario line"
+
+_MAX_NAME_BYTES = 200  # of the 255 of a file name; the rest is for scenario, candidate and suffix
 
 _HELP = """Fly a policy on maps it has never seen, and count how the flights end.
 
@@ -87,6 +90,10 @@ def evaluate(
 
     if name is not None and (not name or Path(name).name != name):
         raise ConfigurationError(f"--name is {name!r}, expected the name of a file without a folder")
+    if name is not None and len(os.fsencode(name)) > _MAX_NAME_BYTES:
+        raise ConfigurationError(
+            f"--name has {len(os.fsencode(name))} bytes, expected at most {_MAX_NAME_BYTES}: file names begin with it"
+        )
     require_choice("--policy", policy, ("learned", PLANNER))
     changes = list(overrides or [])
     if checkpoint is not None and "=" in checkpoint and (compare is not None or policy == PLANNER):
