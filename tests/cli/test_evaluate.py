@@ -240,3 +240,15 @@ def test_help_has_examples(slipstream):
     shown = slipstream("eval", "--help")
     for example in ("--faithful --shield", "--policy planner", "--compare runs/a runs/b", "--robustness"):
         assert example in shown.out
+
+
+def test_a_comparison_replaces_only_the_same_comparison(run, slipstream, tmp_path):
+    options = ("--compare", run, "planner", "--scenario", "empty", "--episodes", 2, "--output", tmp_path)
+    for seed in (1, 1, 2):
+        slipstream.json("eval", *options, "--seed", seed)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["comparison.json", "comparison_2.json"]
+    (tmp_path / "mine.json").write_text("{}")
+    failed = slipstream("eval", *options, "--name", "mine")
+    assert failed.code != 0
+    assert "mine.json exists and is another evaluation, expected another --name" in failed.err
+    assert (tmp_path / "mine.json").read_text() == "{}"
