@@ -39,11 +39,7 @@ def test_all_scenarios_are_flown_in_their_order_and_recorded_completely(run, sli
     assert document["iteration"] == 6
     assert document["checkpoint"].endswith("checkpoint_iter_6.slip")
     assert document == json.loads((tmp_path / "evaluation.json").read_text())
-    assert {path.name for path in tmp_path.glob("*.slip")} == {
-        "evaluation_through.slip",
-        "evaluation_line.slip",
-        "evaluation_static.slip",
-    }
+    assert [path.name for path in tmp_path.glob("*.slip")] == ["evaluation_through.slip"]
     for one in results:
         assert math.fsum(one[name]["mean"] for name in RATES) == pytest.approx(1.0)
         assert one["candidate"] == "policy"
@@ -207,6 +203,7 @@ def test_the_robustness_table_has_a_row_for_each_fault_with_and_without_shield(r
     [
         (["--scenario", "moon"], "--scenario is 'moon', expected one of 'through', 'line'"),
         (["--name", "../x"], "--name is '../x'"),
+        (["--name", "x" * 201], "--name has 201 bytes, expected at most 200"),
         (["--seed", str(2**64)], "Invalid value for '--seed'"),
         (["--policy", "magic"], "--policy is 'magic', expected one of 'learned', 'planner'"),
         (["--dropout", "2"], "--dropout is 2.0, expected a number from 0 to 1"),
@@ -243,3 +240,15 @@ def test_help_has_examples(slipstream):
     shown = slipstream("eval", "--help")
     for example in ("--faithful --shield", "--policy planner", "--compare runs/a runs/b", "--robustness"):
         assert example in shown.out
+
+
+def test_a_comparison_replaces_only_the_same_comparison(run, slipstream, tmp_path):
+    options = ("--compare", run, "planner", "--scenario", "empty", "--episodes", 2, "--output", tmp_path)
+    for seed in (1, 1, 2):
+        slipstream.json("eval", *options, "--seed", seed)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["comparison.json", "comparison_2.json"]
+    (tmp_path / "mine.json").write_text("{}")
+    failed = slipstream("eval", *options, "--name", "mine")
+    assert failed.code != 0
+    assert "mine.json exists and is another evaluation, expected another --name" in failed.err
+    assert (tmp_path / "mine.json").read_text() == "{}"

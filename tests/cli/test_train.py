@@ -31,6 +31,7 @@ def test_a_training_ends_with_an_evaluation_a_report_and_what_came_of_it(run):
         "success with shield ",
         "success of planner ",
         "static collision ",
+        "out of bounds ",
         "frames/s",
         "of stall each",
     ):

@@ -251,3 +251,10 @@ def test_other_rays_work_too() -> None:
 def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=name):
         ShieldConfig(**{name: value})
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_command_that_is_not_finite_counts_as_rest(number):
+    for observation in (observe(), observe(WALL_AHEAD, velocity=(2.0, 0.0, 0.0))):
+        broken = torch.tensor([[1.0, number, 0.0]])
+        assert torch.equal(Shield()(observation, broken), Shield()(observation, torch.zeros(1, 3)))

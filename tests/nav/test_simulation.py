@@ -281,6 +281,19 @@ def test_a_state_of_another_size_is_refused_and_changes_nothing():
     assert_same(sim.state_dict(), before)
 
 
+def test_a_state_from_before_drones_had_a_response_delay_is_loaded():
+    sim = simulation(2, dynamics="lag")
+    fly(sim, 3)
+    state = sim.state_dict()
+    del state["drone"]["delay_s"], state["drone"]["acceleration_m_s2"]
+    restored = simulation(2, dynamics="lag")
+    restored.load_state_dict(state)
+    assert_same(restored.state_dict(), sim.state_dict())
+    delayed = simulation(2, dynamics="lag", response_delay_s=0.3)
+    with pytest.raises(StateMismatchError, match="state.drone should hold acceleration_m_s2, "):
+        delayed.load_state_dict(state)
+
+
 def test_the_same_seed_is_the_same_flight_and_another_is_another():
     settings: dict[str, Any] = {"num_static_obstacles": 100, "num_dynamic_obstacles": 16}
     one, same, other = (simulation(8, seed=seed, **settings) for seed in (3, 3, 4))

@@ -424,6 +424,18 @@ def test_an_evaluation_under_other_conditions_is_listed_with_them_and_not_the_he
     assert "evaluation_faithful NavRL's dynamics, env.num_obstacles=100" in words
 
 
+def test_an_evaluation_without_flights_through_the_field_is_not_the_headline(builder, make_evaluation):
+    run = builder()
+    run.evaluation("iter_000003", make_evaluation(3))
+    other = make_evaluation(9)
+    other["results"] = [one for one in other["results"] if one["scenario"] == "line"]
+    run.evaluation("evaluation", other)
+    found = read_run(run.folder)
+    assert [each.name for each in found.evaluations] == ["iter_000003", "evaluation"]
+    assert found.evaluation is not None
+    assert found.evaluation.name == "iter_000003"
+
+
 def test_the_flights_shown_first_are_the_policys_through_the_field(builder, make_evaluation):
     run = builder()
     document = make_evaluation(6, flights=True)

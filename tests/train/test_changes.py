@@ -51,7 +51,7 @@ def test_many_differences_are_summarised():
 
 
 def test_settings_of_learning_may_change_and_are_returned():
-    before = dataclasses.asdict(small("algo.gamma=0.97"))
+    before = dataclasses.asdict(small("algo.gamma=0.97", "algo.actor.learning_rate=1e-3"))
     after = small("algo.gamma=0.95", "algo.actor.learning_rate=1e-4", "save_interval=7", "num_threads=1")
     changes = require_resumable(RUN, before, after)
     assert [str(change) for change in changes] == [
@@ -64,6 +64,18 @@ def test_a_renamed_run_and_a_setting_that_the_run_did_not_know_are_accepted():
     before = dataclasses.asdict(small("name=old"))
     del before["env"]["random_clocks"]
     assert require_resumable(RUN, before, small("name=new")) == []
+
+
+def test_a_setting_that_the_run_did_not_know_had_its_default():
+    plain = ("env.danger_weight=0", "algo.mirror=false")
+    before = dataclasses.asdict(small(*plain))
+    del before["env"]["danger_weight"]
+    del before["algo"]["mirror"]
+    assert require_resumable(RUN, before, small(*plain)) == []
+    changes = require_resumable(RUN, before, small("env.danger_weight=0", "algo.mirror=true"))
+    assert [str(change) for change in changes] == ["algo.mirror: False -> True"]
+    with pytest.raises(ConfigurationError, match=r"env\.danger_weight=3\.0 \(the run has 0\.0\)"):
+        require_resumable(RUN, before, small("env.danger_weight=3", "algo.mirror=false"))
 
 
 def test_a_longer_run_says_that_its_linear_learning_rate_rises():

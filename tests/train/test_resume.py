@@ -78,7 +78,7 @@ def test_a_finished_run_that_is_extended_says_what_happens_to_its_learning_rate(
     resume(f"resume={tmp_path / 'x'}", f"max_frame_num={16 * 8 * 8}")
     assert "the learning rate continues at 0.250 of its initial value instead of 0.000" in caplog.text
     rates = [row["schedule/learning_rate"] for row in read_metrics(tmp_path / "x/metrics.jsonl")]
-    assert rates[6:] == pytest.approx([0.25e-3, 0.125e-3])
+    assert rates[6:] == pytest.approx([0.25 * rates[0], 0.125 * rates[0]])
     assert read_metrics(tmp_path / "x/changes.jsonl")[0]["changes"].keys() == {"max_frame_num"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from slipstream.train.evaluation.pilots import Sensors
 
 EXAMPLE = "slipstream eval runs/last --scenario through --scenario line"
+
+_MAX_NAME_BYTES = 200  # of the 255 of a file name; the rest is for scenario, candidate and suffix
 
 _HELP = """Fly a policy on maps it has never seen, and count how the flights end.
 
@@ -87,6 +90,10 @@ def evaluate(
 
     if name is not None and (not name or Path(name).name != name):
         raise ConfigurationError(f"--name is {name!r}, expected the name of a file without a folder")
+    if name is not None and len(os.fsencode(name)) > _MAX_NAME_BYTES:
+        raise ConfigurationError(
+            f"--name has {len(os.fsencode(name))} bytes, expected at most {_MAX_NAME_BYTES}: file names begin with it"
+        )
     require_choice("--policy", policy, ("learned", PLANNER))
     changes = list(overrides or [])
     if checkpoint is not None and "=" in checkpoint and (compare is not None or policy == PLANNER):
@@ -173,7 +180,7 @@ def _evaluate(checkpoint: str | None, options: _Options, *, planner: bool) -> No
     from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
     from slipstream.train.evaluation.entrants import choose_scenarios  # noqa: PLC0415
     from slipstream.train.evaluation.jobs import plan_jobs, robustness_jobs  # noqa: PLC0415
-    from slipstream.train.evaluation.results import save_evaluation  # noqa: PLC0415
+    from slipstream.train.evaluation.results import FORMAT, save_evaluation  # noqa: PLC0415
     from slipstream.train.startup import prepare_process  # noqa: PLC0415
 
     entrant = options.load(checkpoint, planner=planner)
@@ -187,7 +194,7 @@ def _evaluate(checkpoint: str | None, options: _Options, *, planner: bool) -> No
         jobs = plan_jobs(entrant.candidate, scenarios, options.sensors)
     about = {**entrant.about, "conditions": options.conditions(jobs, entrant)}
     folder = options.output or entrant.folder
-    name = _reserve_name(folder, options, entrant, about)
+    name = _reserve_name(folder, options.name, _default_name(options, entrant), about, FORMAT)
 
     screen = console(stderr=True)
     results = display.fly_jobs(jobs, entrant.settings, screen, options.episodes, options.seed)
@@ -206,10 +213,9 @@ def _compare(policies: tuple[str, str], options: _Options) -> None:
     """Compare two policies on the same flights, in the world of the first one."""
     from slipstream.cli import evaluation_output as display  # noqa: PLC0415 - keeps --help quick
     from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
-    from slipstream.train.evaluation.compare import compare, save_comparison  # noqa: PLC0415
+    from slipstream.train.evaluation.compare import FORMAT, compare, save_comparison  # noqa: PLC0415
     from slipstream.train.evaluation.entrants import PLANNER, choose_scenarios  # noqa: PLC0415
     from slipstream.train.evaluation.jobs import Job  # noqa: PLC0415
-    from slipstream.train.evaluation.results import require_writable  # noqa: PLC0415
     from slipstream.train.startup import prepare_process  # noqa: PLC0415
 
     entrants = []
@@ -222,18 +228,19 @@ def _compare(policies: tuple[str, str], options: _Options) -> None:
     jobs: list[Job] = []
     for scenario in scenarios:
         jobs += [Job(entrant.candidate, scenario, options.sensors) for entrant in entrants]
+    about = {
+        "policies": [entrant.about for entrant in entrants],
+        "conditions": options.conditions(jobs, entrants[0]),
+    }
+    name = "comparison"
     if options.output is not None:
-        require_writable(options.output)
+        name = _reserve_name(options.output, options.name, name, about, FORMAT)
 
     results = display.fly_jobs(jobs, settings, console(stderr=True), options.episodes, options.seed)
     comparisons = []
     for first, second in zip(results[::2], results[1::2], strict=True):
         comparisons.append(compare(first, second))
-    about = {
-        "policies": [entrant.about for entrant in entrants],
-        "conditions": options.conditions(jobs, entrants[0]),
-    }
-    path, document = save_comparison(comparisons, about, options.output, options.name or "comparison")
+    path, document = save_comparison(comparisons, about, options.output, name)
     if options.as_json:
         print_json(document)
         return
@@ -254,17 +261,17 @@ def _sensors(lidar_noise_m: float, dropout: float, latency_s: float) -> Sensors:
     return Sensors(lidar_noise_m, dropout, latency_s)
 
 
-def _reserve_name(folder: Path, options: _Options, entrant: Entrant, about: dict[str, Any]) -> str:
+def _reserve_name(folder: Path, name: str | None, default: str, about: dict[str, Any], kind: str) -> str:
     """Return the name of the files, after checking that they can be written and replace nothing else."""
     from slipstream.train.evaluation.results import choose_name, may_replace, require_writable  # noqa: PLC0415
 
     require_writable(folder)
-    if options.name is None:
-        return choose_name(folder, _default_name(options, entrant), about)
-    path = folder / f"{options.name}.json"
-    if not may_replace(path, about):
+    if name is None:
+        return choose_name(folder, default, about, kind)
+    path = folder / f"{name}.json"
+    if not may_replace(path, about, kind):
         raise ConfigurationError(f"{path} exists and is another evaluation, expected another --name")
-    return options.name
+    return name
 
 
 def _default_name(options: _Options, entrant: Entrant) -> str:

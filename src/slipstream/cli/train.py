@@ -146,6 +146,7 @@ def _describe(outcome: dict[str, Any], settings: TrainSettings) -> list[str]:
         f"  success            {rate('success')}",
         f"  static collision   {rate('static_collision')}",
         f"  dynamic collision  {rate('dynamic_collision')}",
+        f"  out of bounds      {rate('out_of_bounds')}",
         f"  timeout            {rate('timeout')}",
     ]
     others = [result for result in outcome["evaluation"] if result["candidate"] != "policy"]

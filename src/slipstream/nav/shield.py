@@ -50,12 +50,15 @@ class Shield:
 
         Args:
             observation: What the drones observe now.
-            command_m_s: The desired velocities in goal coordinates, ``[envs, 3]``.
+            command_m_s: The desired velocities in goal coordinates, ``[envs, 3]``. One that is not finite counts as 0.
 
         Returns:
             Velocities in goal coordinates, ``[envs, 3]``, as a new tensor on the same device.
         """
         around = locate(observation, self.config)
+        # No comparison below holds for NaN, so such a command would pass.
+        is_finite = command_m_s.isfinite().all(1, keepdim=True)
+        command_m_s = torch.where(is_finite, command_m_s, torch.zeros_like(command_m_s))
         climb = torch.clamp(command_m_s[:, 2], around.least_vz_m_s, around.greatest_vz_m_s)
         plane = command_m_s[:, :2].clone()
         # Trying alternatives only where the command comes close to something saves work.

@@ -187,11 +187,13 @@ class Simulation:
         """Continue from where a simulation of the same configuration was.
 
         Args:
-            state: From `state_dict`; copied, so it may be changed afterwards.
+            state: From `state_dict`; copied, so it may be changed afterwards. It may come from an earlier version, in
+                which drones had no response delay.
 
         Raises:
             StateMismatchError: If it is of another number of environments or obstacles, or not a state at all.
         """
+        state = _with_delay(state, self.config)
         differing = [*_differences(self.state_dict(), state)]
         if differing:
             raise StateMismatchError(f"the state does not fit this simulation: {'; '.join(differing)}")
@@ -316,6 +318,16 @@ def _make_perceive(config: NavigationConfig, device: torch.device) -> Callable[.
         return observation, judge(position, velocity, previous_velocity, task, distances, nearby, range_m, terms)
 
     return perceive
+
+
+def _with_delay(state: Mapping[str, Any], config: NavigationConfig) -> Mapping[str, Any]:
+    """Return a state whose drones have a response delay; states of earlier versions lack it, so it is 0."""
+    drone = state.get("drone")
+    if not isinstance(drone, Mapping) or config.response_delay_s:
+        return state
+    count = config.num_envs
+    undelayed = {"acceleration_m_s2": torch.zeros(count, 3), "delay_s": torch.zeros(count)}
+    return {**state, "drone": {**undelayed, **drone}}
 
 
 def _copy(parts: DroneState | Task | Progress) -> dict[str, torch.Tensor]:

@@ -86,12 +86,25 @@ class Evaluation:
     def main(self) -> Scenario | None:
         """The scenario that says most: through unseen maps with moving obstacles."""
         # Evaluations of version 1 have no flights through the field.
-        return self.scenario(MAIN_SCENARIO) or self.scenario("unseen") or next(iter(self.scenarios), None)
+        return self._through_field or next(iter(self.scenarios), None)
+
+    @property
+    def _through_field(self) -> Scenario | None:
+        return self.scenario(MAIN_SCENARIO) or self.scenario("unseen")
 
     @property
     def is_standard(self) -> bool:
         """Whether a policy was flown under the conditions of its training."""
         return not self.changes and any(scenario.is_standard for scenario in self.scenarios)
+
+    @property
+    def rank(self) -> int:
+        """How much it says about the policy: 2 with the main scenario under standard conditions, 1 with others."""
+        if not self.is_standard:
+            return 0
+        if self._through_field is None:
+            return 1
+        return 2
 
 
 def read_evaluation(path: Path) -> Evaluation:

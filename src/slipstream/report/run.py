@@ -67,7 +67,7 @@ class Run:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The evaluation that counts: the last one of the policy under the conditions of its training, if any."""
+        """The evaluation that counts: the last one through the field under standard conditions, if any."""
         return _last_standard(self.evaluations)
 
 
@@ -150,10 +150,11 @@ def _read_evaluations(folder: Path, problems: list[str]) -> tuple[Evaluation, ..
 
 
 def _last_standard(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the last evaluation of a policy under the conditions of its training; else the last one; else None."""
+    """Return the last of the evaluations that say most about the policy; None if there is none."""
     found = None
     for evaluation in evaluations:
-        if evaluation.is_standard or found is None or not found.is_standard:
+        # Flights through an empty world must not replace those through the field at the top of the page.
+        if found is None or evaluation.rank >= found.rank:
             found = evaluation
     return found
 

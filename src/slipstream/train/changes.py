@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from slipstream.errors import ConfigurationError
 from slipstream.train.schedule import collision_penalty, learning_rate_factor
@@ -143,10 +143,11 @@ def compare_settings(before: Mapping[str, Any], after: TrainSettings) -> list[Ch
     """Return the settings that differ, in the order of `TrainSettings`.
 
     Args:
-        before: Nested values as in a checkpoint. Settings that an older version did not have are not compared.
+        before: Nested values as in a checkpoint. A setting that is missing has its default, which is what earlier
+            versions did; it is not compared if it has none.
         after: The settings to use from now on.
     """
-    old = flatten(before)
+    old = {**_defaults(), **flatten(before)}
     changes = []
     for name, value in flatten(dataclasses.asdict(after)).items():
         if name in old and old[name] != value:
@@ -211,3 +212,15 @@ def schedule_note(before: Mapping[str, Any], after: TrainSettings, iteration: in
     if not jumps:
         return None
     return f"with max_frame_num={after.max_frame_num:,.0f} instead of {frames:,.0f}, {' and '.join(jumps)}"
+
+
+def _defaults() -> dict[str, Any]:
+    """Return the settings that have a default, by name."""
+    defaults = {}
+    for group, kind in get_type_hints(TrainSettings).items():
+        if not dataclasses.is_dataclass(kind):
+            continue
+        for setting in dataclasses.fields(kind):
+            if setting.default is not dataclasses.MISSING:
+                defaults[f"{group}.{setting.name}"] = setting.default
+    return defaults

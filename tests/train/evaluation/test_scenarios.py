@@ -101,6 +101,12 @@ def test_fewer_episodes_than_maps_leave_maps_out_and_others_are_rounded_up():
     assert part.config.num_envs == 128
 
 
+def test_empty_maps_are_one_map_so_that_no_flight_is_counted_twice():
+    nothing = by_name("env.num_obstacles=0", "env_dyn.num_obstacles=0")
+    assert fit_scenario(nothing["line"], 512).num_maps == 1
+    assert fit_scenario(by_name("env.num_obstacles=0")["line"], 512).num_maps == 64
+
+
 def test_no_episode_is_an_error():
     with pytest.raises(ConfigurationError, match="episodes is 0, expected a whole number of at least 1"):
         fit_scenario(by_name()["empty"], 0)

@@ -192,24 +192,25 @@ def save_evaluation(
     return path, content
 
 
-def choose_name(folder: Path, stem: str, about: Mapping[str, Any]) -> str:
+def choose_name(folder: Path, stem: str, about: Mapping[str, Any], kind: str = FORMAT) -> str:
     """Return a name under which an evaluation replaces only an earlier one of the same policy and conditions.
 
     Args:
         folder: Where evaluations are.
         stem: The name if it is free; otherwise a number is added.
         about: What the evaluation says about itself; see `save_evaluation`.
+        kind: The format of the files.
     """
     name = stem
     number = 2
-    while not may_replace(folder / f"{name}.json", about):
+    while not may_replace(folder / f"{name}.json", about, kind):
         name = f"{stem}_{number}"
         number += 1
     return name
 
 
-def may_replace(path: Path, about: Mapping[str, Any]) -> bool:
-    """Return whether a file is missing, or an evaluation that says the same about itself."""
+def may_replace(path: Path, about: Mapping[str, Any], kind: str = FORMAT) -> bool:
+    """Return whether a file is missing, or of this format and says the same about itself."""
     if not os.path.lexists(path):
         return True
     try:
@@ -217,7 +218,7 @@ def may_replace(path: Path, about: Mapping[str, Any]) -> bool:
             document = json.load(file)
     except (OSError, ValueError, RecursionError):
         return False
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
+    if not isinstance(document, dict) or document.get("format") != kind:
         return False
     wanted = json.loads(json.dumps(about))
     return all(document.get(key) == value for key, value in wanted.items())

@@ -104,11 +104,16 @@ def standard_scenarios(
 def fit_scenario(scenario: Scenario, episodes: int) -> Scenario:
     """Return a scenario with as many of its maps and courses as there are episodes to fly.
 
+    Maps without obstacles are all the same, so one of them is left.
+
     Raises:
         ConfigurationError: If there is no episode.
     """
     require_count("episodes", episodes)
     num_maps = min(scenario.num_maps, episodes)
+    if not scenario.num_static_obstacles and not scenario.num_dynamic_obstacles:
+        # On a second empty map, flights along the line would repeat those on the first.
+        num_maps = 1
     num_courses = min(scenario.num_courses, episodes // num_maps)
     return replace(scenario, num_maps=num_maps, num_courses=num_courses)
 
