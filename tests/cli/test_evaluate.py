@@ -242,6 +242,12 @@ def test_help_has_examples(slipstream):
         assert example in shown.out
 
 
+def test_the_planner_flies_in_the_world_of_the_policy_whichever_comes_first(run, slipstream):
+    for policies in ((run, "planner"), ("planner", run)):
+        document = slipstream.json("eval", "--compare", *policies, "--scenario", "empty", *FEW)
+        assert document["conditions"]["dt_s"] == 0.1
+
+
 def test_a_comparison_replaces_only_the_same_comparison(run, slipstream, tmp_path):
     options = ("--compare", run, "planner", "--scenario", "empty", "--episodes", 2, "--output", tmp_path)
     for seed in (1, 1, 2):

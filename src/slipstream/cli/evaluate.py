@@ -210,7 +210,7 @@ def _evaluate(checkpoint: str | None, options: _Options, *, planner: bool) -> No
 
 
 def _compare(policies: tuple[str, str], options: _Options) -> None:
-    """Compare two policies on the same flights, in the world of the first one."""
+    """Compare two policies on the same flights, in the world of the first one; the planner has no world."""
     from slipstream.cli import evaluation_output as display  # noqa: PLC0415 - keeps --help quick
     from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
     from slipstream.train.evaluation.compare import FORMAT, compare, save_comparison  # noqa: PLC0415
@@ -222,15 +222,18 @@ def _compare(policies: tuple[str, str], options: _Options) -> None:
     for policy in policies:
         is_planner = policy == PLANNER
         entrants.append(options.load(None if is_planner else policy, planner=is_planner))
-    settings = entrants[0].settings
+    host = 0
+    if policies[0] == PLANNER:
+        host = 1
+    settings = entrants[host].settings
     prepare_process(settings.num_threads)
-    scenarios = choose_scenarios(entrants, options.scenarios, options.maps)
+    scenarios = choose_scenarios([entrants[host], entrants[1 - host]], options.scenarios, options.maps)
     jobs: list[Job] = []
     for scenario in scenarios:
         jobs += [Job(entrant.candidate, scenario, options.sensors) for entrant in entrants]
     about = {
         "policies": [entrant.about for entrant in entrants],
-        "conditions": options.conditions(jobs, entrants[0]),
+        "conditions": options.conditions(jobs, entrants[host]),
     }
     name = "comparison"
     if options.output is not None:
@@ -245,7 +248,7 @@ def _compare(policies: tuple[str, str], options: _Options) -> None:
         print_json(document)
         return
     print_table(display.comparison_table(comparisons, policies))
-    print_lines(f"Both fly with the settings of {policies[0]}.")
+    print_lines(f"Both fly with the settings of {policies[host]}.")
     if path is not None:
         print_lines(f"written to {path}")
 

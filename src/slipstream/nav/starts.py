@@ -38,7 +38,7 @@ def through_tasks(draws: torch.Tensor, half_extent_m: float) -> tuple[torch.Tens
     """
     start_side = (draws[0, 0] * 4).floor()
     opposite_side = start_side + 1 - 2 * (start_side % 2)  # 0 and 1 face each other, 2 and 3 do
-    along = draws[0, 1]
+    along = draws[0, 1].clamp(max=1 - 1e-6)  # or rounding could take it around the corner
     around = torch.stack([draws[0, 0], (opposite_side + along) / 4])
     start, goal = _on_border(torch.stack([around, draws[1]]), half_extent_m)
     return start, goal
