@@ -68,7 +68,7 @@ def test_an_empty_map_is_a_map():
 def test_a_field_in_which_no_place_is_found_is_an_error_that_says_how_many_boxes_fit(monkeypatch):
     monkeypatch.setattr(world, "MAX_REJECTIONS", 1)
     with pytest.raises(ConfigurationError, match=r"only \d+ of 350 boxes fit into a field of 40 m by 40 m"):
-        generate_map(350, 20.0, 0)
+        generate_map(350, 20.0, 123_456)  # a map that has not been made before
 
 
 def test_a_field_smaller_than_a_box_is_an_error():

@@ -236,7 +236,7 @@ def test_hostile_text_is_shown_and_not_executed(chromium, builder, line, make_ev
     run = builder(hostile.replace("/", "_"))
     run.lines({**line(1), hostile: 1}, {**line(2), hostile: 2})
     document = make_evaluation(1, flights=True)
-    for scenario in document["scenarios"]:
+    for scenario in document["results"]:
         scenario["title"] = hostile
     run.evaluation("final", document)
     run.flights("through")

@@ -108,16 +108,12 @@ class NavigationConfig:
     """
 
     num_envs: int = 1024
-    num_maps: int = 1
-    map_repeats: int = 1
     num_static_obstacles: int = 350
     num_dynamic_obstacles: int = 80
     map_seed: int = 0
     map_half_extent_m: float = 20.0
     start: StartMode = "border"
-    inside_starts: float = 0.0
     dynamics: DynamicsKind = "hummingbird"
-    response_delay_s: float = 0.0
     dt_s: float = 0.016
     max_episode_length: int = 2200
     goal_truncates: bool = False
@@ -125,12 +121,16 @@ class NavigationConfig:
     lidar: LidarConfig = field(default_factory=LidarConfig)
     obstacle_speed_m_s: tuple[float, float] = (0.5, 1.5)
     obstacle_range_m: tuple[float, float, float] = (5.0, 5.0, 4.5)
+    seed: int = 0
+    compile: CompileMode = "auto"
+    num_maps: int = 1
+    map_repeats: int = 1
+    inside_starts: float = 0.0
+    response_delay_s: float = 0.0
     obstacle_warmup_s: float = 0.0
     centred_reward: bool = False
     collision_penalty: float = 0.0
     danger_weight: float = 0.0
-    seed: int = 0
-    compile: CompileMode = "auto"
 
     def __post_init__(self) -> None:
         require_count("num_envs", self.num_envs, least=1)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import is_tensor_collection
 from torch import nn
 
 from slipstream.errors import ConfigurationError, RolloutError, StateMismatchError
@@ -360,7 +359,9 @@ class PPO:
 
 def _without_next(batch: Any) -> Any:
     """Return a rollout without next observations: no loss needs them, so minibatches should not copy them."""
-    return batch.exclude("next") if is_tensor_collection(batch) else batch
+    if hasattr(batch, "exclude"):
+        return batch.exclude("next")
+    return batch  # packed, so only what a minibatch needs is copied
 
 
 def _asymmetry(mean: torch.Tensor, target: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
