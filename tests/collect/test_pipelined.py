@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -517,6 +518,20 @@ def test_seeding_changes_what_is_not_ordered_yet_and_reaches_the_environment():
     one, other, same = actions(1), actions(2), actions(1)
     assert [torch.equal(a, b) for a, b in zip(one, same, strict=True)] == [True] * 6
     assert [torch.equal(a, b) for a, b in zip(one, other, strict=True)] == [True] * 2 + [False] * 4
+
+
+def test_a_base_that_ends_while_batches_are_ordered_ends_the_loop(monkeypatch):
+    collector = PipelinedDataCollector(make_base(sampling_policy(), batches=1), "cpu", 3)
+    prefetcher = collector._prefetcher
+    order = prefetcher.order
+
+    def order_slowly(request: Any) -> None:
+        order(request)
+        while prefetcher.num_ahead > 1 and not prefetcher.has_ended:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(prefetcher, "order", order_slowly)
+    assert len(list(collector)) == 1
 
 
 def test_the_modes_of_training_do_not_reach_the_collector_nor_the_other_way_round():

@@ -386,9 +386,8 @@ class PipelinedDataCollector:
         if not self._is_updated and (self._auto_update or not self._num_copies):
             self.update_policy_weights_()
         self._is_updated = False
-        if self._prefetcher.has_ended:
-            return
-        while self._prefetcher.num_ahead < self.prefetch_count + 1:
+        # The base may end at any moment, and then orders are ignored.
+        while not self._prefetcher.has_ended and self._prefetcher.num_ahead < self.prefetch_count + 1:
             index = self._num_batches + self._prefetcher.num_ahead
             order = Order(index, self.policy_version, self._pending, Fence(self._cuda))
             self._pending = None
