@@ -7,7 +7,7 @@
 Three questions. *Simulator*: steps of all environments together per CPU second, with exact rays, every drone in the
 field, eager and compiled (compiling not counted). *Training*: frames per CPU second of collecting and updating. *Data
 plane*: the same loop with nothing but that in it, and as `slipstream train preset=quick` runs it: metrics, TensorBoard,
-a checkpoint every 10 iterations, rollouts kept on disk. The two take turns at every iteration, because the machine's
+a checkpoint every 20 iterations, rollouts kept on disk. The two take turns at every iteration, because the machine's
 speed drifts. A turn of the trainer goes on until all that was saved at its beginning is written: what is done in the
 background counts as its own.
 """

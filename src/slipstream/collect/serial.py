@@ -37,7 +37,7 @@ class SerialCollector:
         num_rollouts: How many there were.
 
     Raises:
-        ConfigurationError: If a number makes no sense.
+        ConfigurationError: If a number is out of range.
 
     Example:
         >>> from slipstream.nav import NavigationConfig, NavigationEnv
@@ -90,7 +90,7 @@ class SerialCollector:
         return rollout
 
     def set_seed(self, seed: int, static_seed: bool = False) -> Any:
-        """Seed the environment, and begin all its episodes anew with the next rollout."""
+        """Seed the environment, and restart all its episodes with the next rollout."""
         self._seen = None
         return self.env.set_seed(seed, static_seed=static_seed)
 

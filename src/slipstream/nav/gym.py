@@ -49,7 +49,7 @@ class NavigationVectorEnv(VectorEnv[Observations, Array, Array]):
         **settings: Any other field of `NavigationConfig`.
 
     Raises:
-        ConfigurationError: If a setting makes no sense.
+        ConfigurationError: If a setting is out of range.
         ImportError: If Gymnasium is not installed.
     """
 

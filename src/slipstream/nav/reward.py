@@ -16,6 +16,7 @@ import torch
 from slipstream.nav.config import LidarConfig
 from slipstream.nav.frame import to_goal_frame
 from slipstream.nav.observation import DRONE_RADIUS_M, Nearby, Task
+from slipstream.nav.obstacles import MAX_WIDTH_M, NUM_WIDTHS
 
 GOAL_RADIUS_M = 0.5
 FLOOR_M = 0.2
@@ -134,7 +135,7 @@ def danger(
     # A cylinder reaches over all heights, so only the plane counts.
     course = torch.stack([own[0] - features[5], own[1] - features[6], (own[2] - features[7]) * is_flying])
     along = (features[:3] * course).sum(0) * space_squared.sqrt()
-    radius = (features[8] + 1) * (0.25 / 2) + DRONE_RADIUS_M
+    radius = (features[8] + 1) * (MAX_WIDTH_M / NUM_WIDTHS / 2) + DRONE_RADIUS_M
     moving = _danger_of(space_squared, along, course.square().sum(0), radius) * is_seen
     return ahead.amax(1) + moving.amax(1)
 

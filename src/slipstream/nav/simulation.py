@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         observation: What the drones see.
-        verdict: Rewards, collisions and the like.
+        verdict: Rewards, collisions, and whether the goal was reached.
         terminated: Whether the episode ended in a collision or out of bounds, ``[envs]``.
         truncated: Whether time is up, or the goal was reached if that truncates, ``[envs]``.
         progress: The episode so far, this step included.
@@ -113,7 +113,7 @@ class Simulation:
         return self.maps[0]
 
     def seed(self, seed: int) -> None:
-        """Start both generators anew; takes effect with the next draws."""
+        """Seed both generators; takes effect with the next draws."""
         self._starts.manual_seed(seed)
         self._ways.manual_seed(seed ^ WAYS_SEED)
 

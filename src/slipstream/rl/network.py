@@ -38,7 +38,7 @@ ACTION = ("agents", "action")
 LOG_PROB = "sample_log_prob"
 VALUE = "state_value"
 
-OBSERVATION_KEYS = [("agents", "observation", name) for name in OBSERVATION_SHAPES]
+_OBSERVATION_KEYS = [("agents", "observation", name) for name in OBSERVATION_SHAPES]
 _CONVOLUTIONS = (0, 2, 4)
 _LEAST_CONCENTRATION = 1.0 + 1e-6
 _CHOICES: dict[InteractionType | None, Choice] = {
@@ -181,7 +181,7 @@ class NavRLPolicy(TensorDictModuleBase):  # type: ignore[misc, unused-ignore]
         self.action_map = action_map
         self.precision = precision
         actions = [ACTION_NORMALIZED] if action_map is None else [ACTION_NORMALIZED, ACTION]
-        self.in_keys, self.out_keys = list(OBSERVATION_KEYS), [*actions, LOG_PROB, VALUE]
+        self.in_keys, self.out_keys = list(_OBSERVATION_KEYS), [*actions, LOG_PROB, VALUE]
         self.feature_extractor = FeatureExtractor(folded)
         self.actor = _Actor()
         self.critic = _Level(nn.Linear(256, 1))
@@ -246,7 +246,7 @@ class NavRLPolicy(TensorDictModuleBase):  # type: ignore[misc, unused-ignore]
         Raises:
             ConfigurationError: If they are of another shape than the network's.
         """
-        lidar, dynamic, state = (tensordict.get(key) for key in OBSERVATION_KEYS)
+        lidar, dynamic, state = (tensordict.get(key) for key in _OBSERVATION_KEYS)
         for (name, shape), tensor in zip(OBSERVATION_SHAPES.items(), (lidar, dynamic, state), strict=True):
             if tensor.shape[-len(shape) :] != shape:
                 raise ConfigurationError(

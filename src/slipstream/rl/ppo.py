@@ -54,8 +54,8 @@ class PPO:
     """Proximal policy optimisation of a `NavRLPolicy`, with an Adam each for feature extractor, actor and critic.
 
     A rollout is a TensorDict ``[environment, time]``, or anything with its ``batch_size``, ``[key]``,
-    ``set(key, value)``, ``reshape(-1)`` and, of that, ``[index]``: a ``CompressedTensorDict`` trains unchanged, and
-    with the same minibatches bit for bit the same.
+    ``set(key, value)``, ``exclude(key)``, ``reshape(-1)`` and, of that, ``[index]``: a ``CompressedTensorDict`` trains
+    unchanged, and with the same minibatches bit for bit the same.
 
     Values are those that the policy gave when it acted. Those of next observations are computed only where they are not
     those of the next step: at the end of the rollout and of episodes.
@@ -187,7 +187,8 @@ class PPO:
 
     def _shuffled(self, generator: torch.Generator | None) -> Minibatches:
         def parts(batch: Any) -> Iterator[TensorDictBase]:
-            flat = _without_next(batch).reshape(-1)
+            # No loss needs next observations, so minibatches should not copy them.
+            flat = batch.exclude("next").reshape(-1)
             size, number = flat.batch_size[0], self.config.num_minibatches
             if size < number:
                 raise ConfigurationError(f"the batch has {size} steps, expected at least one for {number} minibatches")
@@ -355,13 +356,6 @@ class PPO:
             "clip_fraction": policy.clip_fraction,
         }
         return metrics, loss
-
-
-def _without_next(batch: Any) -> Any:
-    """Return a rollout without next observations: no loss needs them, so minibatches should not copy them."""
-    if hasattr(batch, "exclude"):
-        return batch.exclude("next")
-    return batch  # packed, so only what a minibatch needs is copied
 
 
 def _asymmetry(mean: torch.Tensor, target: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:

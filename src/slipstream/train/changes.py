@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from slipstream.errors import ConfigurationError
+from slipstream.text import list_first
 from slipstream.train.schedule import collision_penalty, learning_rate_factor
 from slipstream.train.settings import TrainSettings, flatten
 
@@ -177,11 +178,8 @@ def require_resumable(run: Path, before: Mapping[str, Any], after: TrainSettings
         if rule == "fixed" and change.name != "name":
             refused.append(f"{change.name}={change.after} (the run has {change.before})")
     if refused:
-        more = ""
-        if len(refused) > _MAX_LISTED:
-            more = f" and {len(refused) - _MAX_LISTED} more"
         raise ConfigurationError(
-            f"{run} cannot be resumed with {', '.join(refused[:_MAX_LISTED])}{more}: that is another experiment; "
+            f"{run} cannot be resumed with {list_first(refused, _MAX_LISTED)}: that is another experiment; "
             f"resume={run} alone keeps its settings, another name= starts a new run"
         )
     return recorded
