@@ -865,7 +865,8 @@ def test_a_signal_is_drained_in_a_process_with_thousands_of_open_files(tmp_path)
 def test_a_handler_that_c_code_has_installed_stays(tmp_path):
     script = """
         import faulthandler
-        faulthandler.register(signal.SIGTERM)
+        # Only this thread: faulthandler reads the stacks of running threads without the GIL, which can crash.
+        faulthandler.register(signal.SIGTERM, all_threads=False)
         worker = Worker(max_queue_size=10)
         save_some()
         signal.raise_signal(signal.SIGTERM)
