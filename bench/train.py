@@ -153,7 +153,7 @@ def main() -> None:
     lines += [*simulator(sizes, num_steps, rounds), ""]
     said = prepare_process()
     lines += [
-        f"Training, 512 environments x 32 steps, {pairs} pairs of iterations; {'; '.join(said)}:",
+        f"Training, preset=quick, 512 environments x 16 steps, {pairs} pairs of iterations; {'; '.join(said)}:",
         "",
         *data_plane(pairs),
         "",

@@ -44,7 +44,7 @@ def test_all_scenarios_are_flown_in_their_order_and_recorded_completely(run, sli
         assert math.fsum(one[name]["mean"] for name in RATES) == pytest.approx(1.0)
         assert one["candidate"] == "policy"
     through = results[0]
-    assert through["map_seeds"] == [1000, 1001, 1002, 1003]
+    assert through["map_seeds"] == [10000, 10001, 10002, 10003]
     assert through["clusters"] == 4
     assert through["simulation"]["obstacle_warmup_s"] > 0
     assert 0 <= through["inside_share"]["mean"] <= 1
@@ -146,6 +146,21 @@ def test_two_policies_are_compared_on_the_same_flights(run, navrl, slipstream, t
     assert document["conditions"]["dt_s"] == 0.1
 
 
+def test_a_policy_that_was_trained_with_another_sensor_is_pointed_out(run, slipstream, tmp_path):
+    wide = slipstream("train", *SMALL, "name=wide", f"run_dir={tmp_path}", "sensor.lidar_range=8", "--no-evaluate")
+    assert wide.code == 0, wide.err
+    shown = slipstream("eval", "--compare", run, tmp_path / "wide", "--scenario", "empty", *FEW)
+    assert f"{tmp_path / 'wide'} was trained with sensor.lidar_range=8.0, which counts against it." in shown.out
+    alike = slipstream("eval", "--compare", run, run, "--faithful", "--scenario", "empty", "--episodes", 2)
+    assert "counts against" not in alike.out
+
+
+def test_a_comparison_needs_a_folder_to_have_a_name(run, slipstream):
+    failed = slipstream("eval", "--compare", run, run, "--name", "mine", *FEW)
+    assert failed.code == 2
+    assert "--name needs --output here" in failed.err
+
+
 def test_overrides_may_follow_a_comparison(run, slipstream):
     document = slipstream.json("eval", "--compare", run, run, "env.max_episode_length=3", "--scenario", "empty", *FEW)
     assert document["conditions"]["max_episode_length"] == 3
@@ -209,6 +224,7 @@ def test_the_robustness_table_has_a_row_for_each_fault_with_and_without_shield(r
         (["--dropout", "2"], "--dropout is 2.0, expected a number from 0 to 1"),
         (["--lidar-noise", "-1"], "--lidar-noise is -1.0, expected a number of at least 0"),
         (["--latency", "0.01", "--scenario", "empty"], "latency_s is 0.01, expected 0 or at least a step of 0.1 s"),
+        (["--robustness", "sim.dt=0.25"], "latency_s is 0.1, expected 0 or at least a step of 0.25 s"),
         (["--robustness", "--shield"], "--robustness cannot be combined with --shield"),
         (["--compare", "a", "b"], "--compare takes two policies, expected no other policy"),
         (["env.num_env=4"], "there is no setting 'env.num_env'"),

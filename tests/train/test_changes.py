@@ -57,6 +57,7 @@ def test_settings_of_learning_may_change_and_are_returned():
     assert [str(change) for change in changes] == [
         "algo.actor.learning_rate: 0.001 -> 0.0001",
         "algo.gamma: 0.97 -> 0.95",
+        "num_threads: 0 -> 1",
     ]
 
 
@@ -79,14 +80,14 @@ def test_a_setting_that_the_run_did_not_know_had_its_default():
 
 
 def test_a_longer_run_says_that_its_linear_learning_rate_rises():
-    steady = ("algo.learning_rate_schedule=linear", "env.collision_penalty_ramp=0")
+    steady = ("algo.learning_rate_schedule=linear", "env.collision_penalty_ramp=0", "algo.teacher_coefficient=0")
     before = dataclasses.asdict(small(*steady, "max_frame_num=768"))
     assert schedule_note(before, small(*steady, "max_frame_num=1536"), 6) == (
         "with max_frame_num=1,536 instead of 768, the learning rate continues at 0.500 of its initial value instead of "
         "0.000"
     )
     assert schedule_note(before, small(*steady, "max_frame_num=768"), 3) is None
-    constant = ("algo.learning_rate_schedule=constant", "env.collision_penalty_ramp=0")
+    constant = ("algo.learning_rate_schedule=constant", "env.collision_penalty_ramp=0", "algo.teacher_coefficient=0")
     assert schedule_note(dataclasses.asdict(small(*constant)), small(*constant, "max_frame_num=1536"), 6) is None
 
 
@@ -96,8 +97,38 @@ def test_a_longer_run_says_that_its_collision_penalty_falls():
         "env.collision_penalty=60",
         "env.collision_penalty_start=20",
         "env.collision_penalty_ramp=1",
+        "algo.teacher_coefficient=0",
     )
     before = dataclasses.asdict(small(*rising, "max_frame_num=768"))
     assert schedule_note(before, small(*rising, "max_frame_num=1536"), 6) == (
         "with max_frame_num=1,536 instead of 768, the collision penalty continues at 40.0 instead of 60.0"
+    )
+
+
+def test_a_schedule_is_compared_with_what_the_run_had_before():
+    before = dataclasses.asdict(small("max_frame_num=768", "algo.learning_rate_schedule=constant"))
+    for name in ("teacher_coefficient", "teacher_interval"):
+        del before["algo"][name]
+    after = small(
+        "max_frame_num=1536",
+        "algo.learning_rate_schedule=linear",
+        "algo.teacher_coefficient=20",
+        "env.collision_penalty_ramp=0",
+    )
+    before["env"]["collision_penalty_ramp"] = 0.0
+    assert schedule_note(before, after, 3) == (
+        "with max_frame_num=1,536 instead of 768, the learning rate continues at 0.750 of its initial value instead of "
+        "1.000 and the weight of the teacher continues at 15.0 instead of 0.0"
+    )
+
+
+def test_a_longer_run_says_that_the_teacher_returns():
+    taught = (
+        "algo.learning_rate_schedule=constant",
+        "env.collision_penalty_ramp=0",
+        "algo.teacher_coefficient=20",
+    )
+    before = dataclasses.asdict(small(*taught, "max_frame_num=768"))
+    assert schedule_note(before, small(*taught, "max_frame_num=1536"), 6) == (
+        "with max_frame_num=1,536 instead of 768, the weight of the teacher continues at 10.0 instead of 0.0"
     )

@@ -135,6 +135,27 @@ trainer.run()
     assert_same_runs(tmp_path / "straight", tmp_path / "killed")
 
 
+def test_a_complete_run_is_left_as_it_is(tmp_path, train, caplog):
+    train("run")
+    run = tmp_path / "run"
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    trainer = train("run", "algo.teacher_coefficient=7", "max_frame_num=256", resume=True)
+    assert trainer.iteration == 6
+    assert "is complete since iteration 6: nothing is trained" in caplog.text
+    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
+
+
+@pytest.mark.parametrize("plan", ["plain", "packed and pipelined"])
+def test_saved_rollouts_are_as_they_were_collected(plan, tmp_path, train):
+    train("run", *PLANS[plan])
+    paths = list((tmp_path / "run").glob("*/rollout_*.slip"))
+    assert paths
+    collected = {"agents", "done", "info", "next", "sample_log_prob", "state_value", "stats", "terminated", "truncated"}
+    for path in paths:
+        # A pipelined collector adds the version of the policy.
+        assert set(load_rollout(path).keys()) - {"collector"} == collected
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_iteration_saves_and_says_how_to_resume(number, tmp_path, start):
     endless = [*SMALL, "name=x", "max_frame_num=1e9", "save_interval=1000", "rollout_save_interval=3"]

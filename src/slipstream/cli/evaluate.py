@@ -13,6 +13,7 @@ import typer
 from slipstream.checks import require_choice
 from slipstream.cli.threads import calm_threads
 from slipstream.errors import ConfigurationError
+from slipstream.text import list_first
 
 if TYPE_CHECKING:
     from slipstream.rl.network import Choice
@@ -80,7 +81,7 @@ def evaluate(
     latency: Annotated[float, typer.Option(help="Age of observations in seconds, rounded to steps.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of starts, goals, obstacles and noise.", min=0, max=2**32 - 1)] = 1,
     sample: Annotated[bool, typer.Option("--sample", help="Draw actions instead of taking their means.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Folder for files; the run's eval folder by default.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for files; default: the eval folder of the run.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the files.", show_default=False)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
@@ -122,6 +123,8 @@ def evaluate(
         return
     if checkpoint is not None or robustness or policy == PLANNER:
         raise ConfigurationError("--compare takes two policies, expected no other policy and no --robustness")
+    if name is not None and output is None:
+        raise ConfigurationError("--name needs --output here: without it, a comparison is printed and not written")
     _compare(compare, options)
 
 
@@ -192,6 +195,9 @@ def _evaluate(checkpoint: str | None, options: _Options, *, planner: bool) -> No
         jobs = robustness_jobs(entrant.candidate, scenarios)
     else:
         jobs = plan_jobs(entrant.candidate, scenarios, options.sensors)
+    for job in jobs:
+        # Before anything flies: a latency that is too short would be found after most of the work is done.
+        job.sensors.latency_steps(entrant.settings.sim.dt)
     about = {**entrant.about, "conditions": options.conditions(jobs, entrant)}
     folder = options.output or entrant.folder
     name = _reserve_name(folder, options.name, _default_name(options, entrant), about, FORMAT)
@@ -248,9 +254,22 @@ def _compare(policies: tuple[str, str], options: _Options) -> None:
         print_json(document)
         return
     print_table(display.comparison_table(comparisons, policies))
-    print_lines(f"Both fly with the settings of {policies[host]}.")
+    print_lines(f"Both fly with the settings of {policies[host]}.", *_differences(policies, entrants, host))
     if path is not None:
         print_lines(f"written to {path}")
+
+
+def _differences(policies: tuple[str, str], entrants: Sequence[Entrant], host: int) -> list[str]:
+    """Return a sentence if one of the policies flies in another world than it was trained in."""
+    from slipstream.train.evaluation.entrants import world_differences  # noqa: PLC0415 - keeps --help quick
+
+    trained = entrants[1 - host].trained
+    if trained is None:
+        return []
+    found = world_differences(entrants[host].trained or entrants[host].settings, trained)
+    if not found:
+        return []
+    return [f"{policies[1 - host]} was trained with {list_first(found, 4)}, which counts against it."]
 
 
 def _sensors(lidar_noise_m: float, dropout: float, latency_s: float) -> Sensors:

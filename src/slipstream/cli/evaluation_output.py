@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -90,8 +91,8 @@ def comparison_table(comparisons: Sequence[Comparison], names: tuple[str, str]) 
 def footnotes(results: Sequence[ScenarioResult]) -> list[str]:
     """Return what a reader of the table should know about its intervals."""
     lines = [
-        "95 % intervals are from resampling maps, because flights on one map meet the same obstacles. The file has the "
-        "intervals of all columns."
+        "95 % intervals account for flights that share a map, and meet the same obstacles. The file has the intervals "
+        "of all columns."
     ]
     single = [result.flown.title for result in results if result.interval == "assumed"]
     if single:
@@ -112,4 +113,7 @@ def rate_text(rate: Interval | None) -> str:
 def _mean_text(mean: Interval | None) -> str:
     if mean is None:
         return "-"
+    if math.isinf(mean.high):
+        # A single flight says nothing about others.
+        return f"{mean.mean:.1f}"
     return f"{mean.mean:.1f} [{mean.low:.1f}, {mean.high:.1f}]"

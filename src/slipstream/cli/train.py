@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.threads import calm_threads
+from slipstream.text import plural
 
 if TYPE_CHECKING:
     from slipstream.train.settings import TrainSettings
@@ -111,6 +112,7 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str,
     return {
         "report": str(report),
         "frames_per_s": settings.frames_per_iteration / seconds if seconds else None,
+        "checkpoints_saved": int(trainer.checkpoint_stats()["save_count"]),
         "checkpoint_stall_ms": trainer.checkpoint_stall_ms(),
         "checkpoint_ratio": trainer.checkpoint_stats()["compression_ratio"],
         "rollout_ratio": _rollout_ratio(trainer),
@@ -140,9 +142,11 @@ def _describe(outcome: dict[str, Any], settings: TrainSettings) -> list[str]:
         return f"{value['mean']:.3f} (95 %: {value['low']:.3f} to {value['high']:.3f})"
 
     where = f"{through['num_static_obstacles']} static and {through['num_dynamic_obstacles']} moving obstacles"
+    maps = plural(len(through["map_seeds"]), "map")
+    flights = plural(through["episodes"], "flight")
     fps = outcome["frames_per_s"]
     lines = [
-        f"Through {len(through['map_seeds'])} maps it has never seen, {where}, {through['episodes']} flights:",
+        f"Through {maps} it has never seen, {where}, {flights}:",
         f"  success            {rate('success')}",
         f"  static collision   {rate('static_collision')}",
         f"  dynamic collision  {rate('dynamic_collision')}",
@@ -151,11 +155,13 @@ def _describe(outcome: dict[str, Any], settings: TrainSettings) -> list[str]:
     ]
     others = [result for result in outcome["evaluation"] if result["candidate"] != "policy"]
     lines += [f"  {_CANDIDATES[result['candidate']]}  {rate('success', result)}" for result in others]
-    lines += [
-        f"training           {outcome['env_frames']:,} frames" + (f", {fps:,.0f} frames/s" if fps else ""),
-        f"checkpoints        {outcome['checkpoint_ratio']:.2f} times smaller, "
-        f"{outcome['checkpoint_stall_ms']:.1f} ms of stall each",
-    ]
+    lines.append(f"training           {outcome['env_frames']:,} frames" + (f", {fps:,.0f} frames/s" if fps else ""))
+    # A run that was complete already saved nothing this time.
+    if outcome["checkpoints_saved"]:
+        lines.append(
+            f"checkpoints        {outcome['checkpoint_ratio']:.2f} times smaller, "
+            f"{outcome['checkpoint_stall_ms']:.1f} ms of stall each"
+        )
     if outcome["rollout_ratio"]:
         lines.append(f"rollouts           {outcome['rollout_ratio']:.1f} times smaller")
     return [*lines, f"report             {outcome['report']}"]

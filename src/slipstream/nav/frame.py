@@ -56,3 +56,17 @@ def velocity_from_unit(action: torch.Tensor, max_speed_m_s: float = MAX_SPEED_M_
         tensor([-2.,  0.,  2.])
     """
     return (2.0 * action - 1.0) * max_speed_m_s
+
+
+def unit_from_velocity(velocity_m_s: torch.Tensor, max_speed_m_s: float = MAX_SPEED_M_S) -> torch.Tensor:
+    """Map a velocity in the goal frame to the action in [0, 1] that stands for it: the inverse of `velocity_from_unit`.
+
+    Args:
+        velocity_m_s: One value per axis. Faster velocities give actions beyond 0 and 1.
+        max_speed_m_s: What 1 stands for.
+
+    Example:
+        >>> unit_from_velocity(torch.tensor([-2.0, 0.0, 2.0]))
+        tensor([0.0000, 0.5000, 1.0000])
+    """
+    return (velocity_m_s / max_speed_m_s + 1.0) / 2.0

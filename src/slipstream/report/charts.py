@@ -75,6 +75,8 @@ _LEARNING = (
             ("critic_grad_norm", "critic", "c"),
         ),
     ),
+    _Plan("Distance from the teacher's actions", "squared", (("imitation_loss", "imitation loss", "a"),)),
+    _Plan("Weight of the teacher", "", (("schedule/teacher_coefficient", "weight", "a"),)),
     _Plan("Learning rate", "", (("schedule/learning_rate", "learning rate", "a"),)),
     _Plan(
         "Obstacles in training",

@@ -12,7 +12,7 @@ from slipstream.report.markup import Html, element, join, section, table
 from slipstream.report.metrics import MAX_POINTS, Metrics
 from slipstream.report.run import Files, Run
 from slipstream.report.wording import say_interval
-from slipstream.text import format_bytes, format_count, format_percent, format_ratio, format_seconds
+from slipstream.text import format_bytes, format_count, format_percent, format_ratio, format_seconds, plural
 
 NOTHING = "\N{EN DASH}"
 MAX_LISTED = 30
@@ -119,7 +119,7 @@ def _described(scenario: Scenario) -> Html:
     names = (("num_static_obstacles", "static"), ("num_dynamic_obstacles", "moving"))
     words = [f"{format_count(facts[key])} {name}" for key, name in names if facts.get(key)]
     if "num_maps" in facts:
-        words.append(f"{format_count(facts['num_maps'])} maps")
+        words.append(plural(int(facts["num_maps"]), "map"))
     elif "map_seed" in facts:
         words.append(f"map {facts['map_seed']:.0f}")
     return join([scenario.title, element("small", ", ".join(words))])

@@ -91,11 +91,13 @@ class PPOConfig:
             alike.
         mirror_coefficient: Weight of the squared difference between the mean action in a mirrored observation and the
             mirrored mean action.
+        teacher_coefficient: Initial weight of the squared difference between the mean action and a teacher's.
+        teacher_interval: The teacher is asked about every N-th environment of a rollout.
         precision: What features are computed in: ``float32``, or ``bfloat16``, which is faster where the CPU has
             instructions for it. Parameters, losses and optimizers are float32 either way.
         update_threads: Number of parts of a minibatch that are computed at once, on a thread each; 1 leaves it to torch
             to divide single operations between its threads, which is slower for small minibatches. Results depend on
-            it in their last bits, but not on the number of cores.
+            it in their last bits. From 2 on, they do not depend on the number of torch's threads.
         navrl_compat: Whether to repeat the original's faults: advantages leak across truncation, the feature
             extractor's gradient is not clipped, and the larger of the two value losses is chosen for a whole minibatch.
 
@@ -122,18 +124,22 @@ class PPOConfig:
     max_importance_weight: float = 2.0
     mirror: bool = False
     mirror_coefficient: float = 3.0
+    teacher_coefficient: float = 0.0
+    teacher_interval: int = 4
     precision: Precision = "float32"
     update_threads: int = 1
     navrl_compat: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("training_frame_num", "training_epoch_num", "num_minibatches", "update_threads"):
+        counts = ("training_frame_num", "training_epoch_num", "num_minibatches", "teacher_interval", "update_threads")
+        for name in counts:
             require_count(name, getattr(self, name))
         for name in ("gamma", "lmbda"):
             require_number(name, getattr(self, name), 0, 1)
         for name in ("huber_delta", "max_grad_norm"):
             require_positive(name, getattr(self, name))
         require_number("mirror_coefficient", self.mirror_coefficient, 0)
+        require_number("teacher_coefficient", self.teacher_coefficient, 0)
         require_choice("precision", self.precision, get_args(Precision))
         require_number("entropy_loss_coefficient", self.entropy_loss_coefficient, 0)
         require_number("value_norm_beta", self.value_norm_beta, 0, 1)

@@ -7,7 +7,7 @@ than waking the threads up. Here each thread computes all operations for its sha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+CHUNK = 4096  # samples at a time where no gradient is needed: enough to be fast, few enough to need little memory
 
 Metrics = dict[str, torch.Tensor]
 Losses = Callable[["TensorDictBase"], tuple[Metrics, torch.Tensor]]
@@ -29,8 +32,8 @@ def sum_gradients(
 ) -> tuple[Metrics, list[torch.Tensor]]:
     """Return the metrics of a minibatch and the gradients of its loss, in the order of the parameters.
 
-    Parts are summed up in a fixed order, and each is computed by a single thread. So the result depends on the number
-    of parts in its last bits, but not on the number of cores.
+    Parts are summed up in a fixed order, and each is computed by a single thread. So with two parts or more, the result
+    depends on the number of parts in its last bits, but not on the number of torch's threads.
 
     Args:
         losses: Computes the loss of some samples. Called on several threads at once.
@@ -68,6 +71,36 @@ def _gradients(
     metrics, loss = losses(samples)
     gradients = torch.autograd.grad(share * loss, parameters)
     return {name: share * value.detach() for name, value in metrics.items()}, list(gradients)
+
+
+def in_chunks(index: torch.Tensor, size: int = CHUNK) -> Iterator[torch.Tensor]:
+    """Yield consecutive parts of an index, of up to `size` and up to `CHUNK` numbers each; none if it is empty."""
+    size = min(size, CHUNK)
+    for start in range(0, len(index), size):
+        yield index[start : start + size]
+
+
+def map_chunks(function: Callable[[torch.Tensor], R], index: torch.Tensor, threads: int) -> list[R]:
+    """Return the results of a function for consecutive parts of an index, computed on several threads.
+
+    The parts depend on the number of threads, but not on the number of cores.
+
+    Args:
+        function: Called on several threads at once, with up to `CHUNK` numbers of samples.
+        index: Numbers of samples; at least one.
+        threads: Number of threads.
+
+    Raises:
+        Exception: The first exception of `function`, in the order of the parts.
+    """
+    chunks = list(in_chunks(index, math.ceil(len(index) / threads)))
+    results: dict[int, R] = {}
+
+    def compute(number: int) -> None:
+        results[number] = function(chunks[number])
+
+    on_one_thread_each(compute, range(len(chunks)), threads)
+    return [results[number] for number in range(len(chunks))]
 
 
 def on_one_thread_each(function: Callable[[T], None], items: Sequence[T], threads: int) -> None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slipstream.checks import require_number
 from slipstream.errors import ConfigurationError, RolloutError, StateMismatchError
 from slipstream.rl.config import PPOConfig
 from slipstream.rl.finite import require_finite
-from slipstream.rl.gradients import on_one_thread_each, sum_gradients
+from slipstream.rl.gradients import in_chunks, sum_gradients
 from slipstream.rl.losses import (
     effective_sample_share,
     explained_variance,
@@ -29,7 +30,8 @@ from slipstream.rl.network import (
     Choice,
     NavRLPolicy,
 )
-from slipstream.rl.symmetry import Mirrored, evaluate_mirrored, reflect_some
+from slipstream.rl.symmetry import mirror_every_other, reflect_action_where, reflect_some
+from slipstream.rl.teacher import Teacher, ask, imitation_loss
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -44,10 +46,14 @@ PROXIMAL_VALUE = "proximal_value"
 IMPORTANCE = "importance"
 MIRRORED = "mirrored"
 MIRROR_MEAN = "mirror_mean"
+TEACHER_ACTION = "teacher_action"
+TEACHER_WEIGHT = "teacher_weight"
+
+SCRATCH_KEYS: tuple[str, ...] = (ADVANTAGE, RETURN, PROXIMAL_LOG_PROB, PROXIMAL_VALUE, IMPORTANCE)
+SCRATCH_KEYS += (MIRRORED, MIRROR_MEAN, TEACHER_ACTION, TEACHER_WEIGHT)
+"""What `PPO.update` writes into a rollout."""
 
 _LEAST_MIRROR_RATIO = 0.1  # less likely mirror images make the KL estimate explode
-
-_CHUNK = 4096  # steps at a time where no gradient is needed: enough to be fast, little enough to be small
 
 
 class PPO:
@@ -65,6 +71,7 @@ class PPO:
     Args:
         policy: What to improve; a new one by default.
         config: How.
+        teacher: Whose actions to imitate besides, with the weight `teacher_coefficient`; see `slipstream.rl.teacher`.
         compile: Whether to compile the feature extractor for updates with ``torch.compile``: the same within rounding,
             faster once the first minibatch has been waited for. Minibatches should then be of equal size.
 
@@ -72,6 +79,11 @@ class PPO:
         policy: What is improved.
         config: How.
         num_updates: How many updates there were.
+        teacher_coefficient: Weight of the imitation loss, initially the configuration's. May be changed between
+            updates; it is not part of the state. The teacher is not asked while it is 0.
+
+    Raises:
+        ConfigurationError: If the configuration gives weight to a teacher, and there is none.
 
     Example:
         >>> ppo = PPO(config=PPOConfig(training_epoch_num=2))
@@ -84,11 +96,14 @@ class PPO:
         policy: NavRLPolicy | None = None,
         config: PPOConfig | None = None,
         *,
+        teacher: Teacher | None = None,
         compile: bool = False,  # noqa: A002 - torch's own name for it
     ) -> None:
         self.policy = NavRLPolicy() if policy is None else policy
         self.config = PPOConfig() if config is None else config
         self.num_updates = 0
+        self._teacher = teacher
+        self.teacher_coefficient = self.config.teacher_coefficient
         self._apply_config()
         rates = {name: getattr(self.config, name).learning_rate for name in self._parts()}
         self._optimizers: dict[str, torch.optim.Optimizer] = {
@@ -98,6 +113,18 @@ class PPO:
         self._features: Callable[..., torch.Tensor] = self.policy.features
         if compile:
             self._features = torch.compile(self.policy.features, dynamic=False)
+
+    @property
+    def teacher_coefficient(self) -> float:
+        """Weight of the imitation loss."""
+        return self._teacher_coefficient
+
+    @teacher_coefficient.setter
+    def teacher_coefficient(self, value: float) -> None:
+        require_number("teacher_coefficient", value, 0)
+        if self._teacher is None and value:
+            raise ConfigurationError(f"teacher_coefficient is {value}, expected 0 without a teacher")
+        self._teacher_coefficient = value
 
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers by the part they are for: ``feature_extractor``, ``actor``, ``critic``."""
@@ -151,7 +178,8 @@ class PPO:
         Returns:
             ``actor_loss, value_loss, entropy, approx_kl, clip_fraction``, and of each part its ``_grad_norm`` before
             clipping: means over minibatches; ``explained_variance`` of the values in the rollout; ``staleness``; and of
-            that lag ``behaviour_kl`` (0 without) and ``ess``, the effective share of the samples (1 without).
+            that lag ``behaviour_kl`` (0 without) and ``ess``, the effective share of the samples (1 without). While
+            the teacher has a weight, ``imitation_loss``.
 
         Raises:
             NonFiniteError: If a target, a loss or a gradient is not finite. Bad targets leave the policy as it was; a
@@ -163,6 +191,7 @@ class PPO:
         lag = self._catch_up(batch) if staleness > 0 else {"behaviour_kl": 0.0, "ess": 1.0}
         explained = self._set_targets(batch)
         self._set_proximal(batch, is_lagged=staleness > 0)
+        self._set_lesson(batch)
         parts = self._shuffled(generator) if minibatches is None else minibatches
         rows: list[dict[str, torch.Tensor]] = []
         for epoch in range(self.config.training_epoch_num):
@@ -203,7 +232,7 @@ class PPO:
         behaviour = batch[LOG_PROB]
         flat = batch.reshape(-1)
         log_probs, values = [], []
-        for index in _chunks(torch.arange(flat.batch_size[0])):
+        for index in in_chunks(torch.arange(flat.batch_size[0])):
             steps = flat[index]
             distribution, value = self.policy.evaluate(steps)
             log_probs.append(distribution.log_prob(steps.get(ACTION_NORMALIZED)))
@@ -245,7 +274,7 @@ class PPO:
         is_new &= ~terminated[..., 0]
         values = value.roll(-1, 1)
         flat, flat_values = batch.reshape(-1), values.view(-1, 1)
-        for index in _chunks(is_new.reshape(-1).nonzero().squeeze(1)):
+        for index in in_chunks(is_new.reshape(-1).nonzero().squeeze(1)):
             flat_values[index] = self.policy.evaluate(flat[index]["next"])[1]
         return values
 
@@ -274,30 +303,29 @@ class PPO:
         A sample stays as it is if the present policy would hardly take the mirrored action: its importance weight
         would be next to nothing, and the estimate of the KL divergence would explode.
         """
-        flat = batch.reshape(-1)
-        chosen = torch.arange(0, flat.batch_size[0], 2, device=proximal.device)
-        chunks = list(_chunks(chosen, math.ceil(len(chosen) / self.config.update_threads)))
-        images: dict[int, Mirrored] = {}
-
-        def compute(number: int) -> None:
-            steps = flat[chunks[number]]
-            seen, action = self.policy.observation(steps), steps.get(ACTION_NORMALIZED)
-            images[number] = evaluate_mirrored(self.policy, seen, action)
-
-        on_one_thread_each(compute, range(len(chunks)), self.config.update_threads)
-        mean = proximal.new_zeros(flat.batch_size[0], ACTION_DIM)
+        samples = batch.exclude("next").reshape(-1)
+        index, image = mirror_every_other(self.policy, samples, self.config.update_threads)
+        is_likely = image.log_prob - proximal.view(-1)[index] > math.log(_LEAST_MIRROR_RATIO)
+        kept = index[is_likely.cpu()]
         mirrored = torch.zeros_like(proximal, dtype=torch.bool)
-        for number, index in enumerate(chunks):
-            image = images[number]
-            is_likely = image.log_prob - proximal.view(-1)[index] > math.log(_LEAST_MIRROR_RATIO)
-            kept = index[is_likely]
-            mirrored.view(-1)[kept] = True
-            proximal.view(-1)[kept] = image.log_prob[is_likely]
-            value.view(-1, 1)[kept] = image.value[is_likely]
-            mean[kept] = image.mean[is_likely]
+        mirrored.view(-1)[kept] = True
+        proximal.view(-1)[kept] = image.log_prob[is_likely]
+        value.view(-1, 1)[kept] = image.value[is_likely]
+        mean = proximal.new_zeros(proximal.numel(), ACTION_DIM)
+        mean[kept] = image.mean[is_likely]
         largest.masked_fill_(mirrored, 1.0)
         batch.set(MIRRORED, mirrored)
         batch.set(MIRROR_MEAN, mean.reshape(*proximal.shape, ACTION_DIM))
+
+    def _set_lesson(self, batch: Any) -> None:
+        """Write into a rollout what the teacher would do, about other environments in each update."""
+        if self._teacher is None or not self.teacher_coefficient:
+            return
+        interval = self.config.teacher_interval
+        first = self.num_updates % interval
+        lesson = ask(self._teacher, batch, first=first, interval=interval, threads=self.config.update_threads)
+        batch.set(TEACHER_ACTION, lesson.action)
+        batch.set(TEACHER_WEIGHT, lesson.weight)
 
     def _step(self, minibatch: TensorDictBase, where: str) -> dict[str, torch.Tensor]:
         """Take a step of all optimizers, or none."""
@@ -355,6 +383,13 @@ class PPO:
             "approx_kl": policy.approx_kl,
             "clip_fraction": policy.clip_fraction,
         }
+        if self._teacher is not None and self.teacher_coefficient:
+            target = minibatch.get(TEACHER_ACTION)
+            if mirrored is not None:
+                target = reflect_action_where(target, mirrored)
+            imitation = imitation_loss(distribution.mean, target, minibatch.get(TEACHER_WEIGHT))
+            loss = loss + self.teacher_coefficient * imitation
+            metrics["imitation_loss"] = imitation
         return metrics, loss
 
 
@@ -363,9 +398,3 @@ def _asymmetry(mean: torch.Tensor, target: torch.Tensor, mirrored: torch.Tensor)
     squared = (mean - target).square().sum(-1)
     # A mean over all samples, of which half may be mirrored, so that parts of a minibatch add up.
     return 2 * (squared * mirrored).mean()
-
-
-def _chunks(index: torch.Tensor, size: int = _CHUNK) -> Iterator[torch.Tensor]:
-    size = min(size, _CHUNK)
-    for start in range(0, len(index), size):
-        yield index[start : start + size]

@@ -6,11 +6,12 @@ does not know that, and tends to learn to dodge to one side only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from slipstream.rl.network import NavRLPolicy
+from slipstream.rl.gradients import map_chunks
+from slipstream.rl.network import ACTION_NORMALIZED, NavRLPolicy
 
 _LATERAL = (1, 6)  # the y components of direction and velocity, in both the state and an obstacle's features
 
@@ -31,6 +32,25 @@ class Mirrored(NamedTuple):
     log_prob: torch.Tensor
     value: torch.Tensor
     mean: torch.Tensor
+
+
+def mirror_every_other(policy: NavRLPolicy, samples: Any, threads: int) -> tuple[torch.Tensor, Mirrored]:
+    """Return the numbers of every other sample, and what a policy makes of their mirror images.
+
+    Args:
+        policy: The policy.
+        samples: Observations and actions, ``[samples]``.
+        threads: Number of threads to compute on.
+    """
+    index = torch.arange(0, samples.batch_size[0], 2)
+
+    def evaluate(chunk: torch.Tensor) -> Mirrored:
+        steps = samples[chunk]
+        return evaluate_mirrored(policy, policy.observation(steps), steps.get(ACTION_NORMALIZED))
+
+    images = map_chunks(evaluate, index, threads)
+    log_probs, values, means = zip(*images, strict=True)
+    return index, Mirrored(torch.cat(log_probs), torch.cat(values), torch.cat(means))
 
 
 @torch.no_grad()
@@ -59,7 +79,12 @@ def reflect_some(seen: Seen, action: torch.Tensor, mask: torch.Tensor) -> tuple[
         torch.where(mask.view(-1, *(1,) * (old.ndim - 1)), new, old)
         for new, old in zip(reflect_observation(*seen), seen, strict=True)
     )
-    return (lidar, obstacle, state), torch.where(mask.unsqueeze(-1), reflect_action(action), action)
+    return (lidar, obstacle, state), reflect_action_where(action, mask)
+
+
+def reflect_action_where(action: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return actions in [0, 1] with the masked ones mirrored, as a new tensor."""
+    return torch.where(mask.unsqueeze(-1), reflect_action(action), action)
 
 
 def reflect_observation(lidar: torch.Tensor, dynamic_obstacle: torch.Tensor, state: torch.Tensor) -> Seen:

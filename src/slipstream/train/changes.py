@@ -14,8 +14,8 @@ from typing import Any, Literal, get_type_hints
 
 from slipstream.errors import ConfigurationError
 from slipstream.text import list_first
-from slipstream.train.schedule import collision_penalty, learning_rate_factor
-from slipstream.train.settings import TrainSettings, flatten
+from slipstream.train.schedule import collision_penalty, learning_rate_factor, teacher_coefficient
+from slipstream.train.settings import TrainSettings, flatten, settings_from
 
 _MAX_LISTED = 4
 
@@ -76,11 +76,14 @@ RECORDED = frozenset(
         "algo.learning_rate_schedule",
         "algo.mirror",
         "algo.mirror_coefficient",
+        "algo.teacher_coefficient",
+        "algo.teacher_interval",
         "algo.precision",
         "algo.update_threads",
         "algo.compile",
         "env.compile",
         "device",
+        "num_threads",
         "max_frame_num",
         "gpu_memory_limited",
         "use_pipelined_collector",
@@ -93,7 +96,6 @@ FREE = frozenset(
     {
         "run_dir",
         "resume",
-        "num_threads",
         "headless",
         "save_interval",
         "eval_interval",
@@ -196,8 +198,14 @@ def schedule_note(before: Mapping[str, Any], after: TrainSettings, iteration: in
         after: The settings to use from now on.
         iteration: How many iterations are done.
     """
-    frames = before.get("max_frame_num", after.max_frame_num)
-    planned = dataclasses.replace(after, max_frame_num=frames)
+    try:
+        planned = settings_from(before)
+    except ConfigurationError:
+        # Settings of another version cannot be told what they would have done.
+        return None
+    frames = planned.max_frame_num
+    if frames == after.max_frame_num:
+        return None
     jumps = []
     old = learning_rate_factor(planned, iteration)
     new = learning_rate_factor(after, iteration)
@@ -207,6 +215,10 @@ def schedule_note(before: Mapping[str, Any], after: TrainSettings, iteration: in
     new = collision_penalty(after, iteration)
     if old != new:
         jumps.append(f"the collision penalty continues at {new:.1f} instead of {old:.1f}")
+    old = teacher_coefficient(planned, iteration)
+    new = teacher_coefficient(after, iteration)
+    if old != new:
+        jumps.append(f"the weight of the teacher continues at {new:.1f} instead of {old:.1f}")
     if not jumps:
         return None
     return f"with max_frame_num={after.max_frame_num:,.0f} instead of {frames:,.0f}, {' and '.join(jumps)}"

@@ -93,6 +93,8 @@ class AlgoSettings:
     learning_rate_schedule: str
     mirror: bool = False
     mirror_coefficient: float = 3.0
+    teacher_coefficient: float = 0.0
+    teacher_interval: int = 4
     precision: str = "float32"
     update_threads: int = 1
     navrl_compat: bool

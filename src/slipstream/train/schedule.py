@@ -16,6 +16,11 @@ def learning_rate_factor(settings: TrainSettings, iteration: int) -> float:
     return max(0.0, 1.0 - iteration / settings.num_iterations)
 
 
+def teacher_coefficient(settings: TrainSettings, iteration: int) -> float:
+    """Return the weight of the teacher after `iteration` iterations: it falls linearly to 0 at the end of the run."""
+    return settings.algo.teacher_coefficient * max(0.0, 1.0 - iteration / settings.num_iterations)
+
+
 def collision_penalty(settings: TrainSettings, rollout: int) -> float:
     """Return the collision penalty while a rollout is collected.
 

@@ -21,7 +21,7 @@ from slipstream.errors import ConfigurationError, CorruptFileError, StateMismatc
 from slipstream.nav.env import NavigationEnv
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy
-from slipstream.rl.ppo import PPO, Minibatches
+from slipstream.rl.ppo import PPO, SCRATCH_KEYS, Minibatches
 from slipstream.rollout.storage import RolloutStorage
 from slipstream.train.changes import Change, require_resumable, schedule_note
 from slipstream.train.episodes import EpisodeStats
@@ -32,9 +32,10 @@ from slipstream.train.evaluation.scenarios import standard_scenarios
 from slipstream.train.folder import RunFolder
 from slipstream.train.loggers import Logger, make_loggers
 from slipstream.train.performance import PerformanceMonitor
-from slipstream.train.schedule import collision_penalty, learning_rate_factor
+from slipstream.train.schedule import collision_penalty, learning_rate_factor, teacher_coefficient
 from slipstream.train.settings import TrainSettings
 from slipstream.train.startup import require_memory, seed_everything
+from slipstream.train.teacher import planner_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ class Trainer:
         seed_everything(settings.seed)
         self.env = NavigationEnv(settings.navigation(), device)
         policy = NavRLPolicy(action_map=velocity_from_unit).to(device)
-        self.ppo = PPO(policy, settings.ppo(), compile=settings.algo.compile)
+        teacher = planner_teacher(self.env.config.lidar)
+        self.ppo = PPO(policy, settings.ppo(), teacher=teacher, compile=settings.algo.compile)
         self.collector = _make_collector(settings, self.env, policy)
         self.episodes = EpisodeStats(settings.env.num_envs)
         self.counters = {"iteration": 0, "env_frames": 0}
@@ -123,6 +125,8 @@ class Trainer:
     def run(self) -> signal.Signals | None:
         """Train until there are `max_frame_num` frames, or until a signal; returns that signal.
 
+        A run that has that many frames already is left as it is.
+
         SIGINT and SIGTERM finish the current iteration and save a checkpoint. The second signal ends the process
         without finishing the iteration; checkpoints that are being written are completed.
 
@@ -132,6 +136,10 @@ class Trainer:
         """
         timer, settings = self.monitor.timer, self.settings
         self._require_restored()
+        if self.iteration >= settings.num_iterations:
+            # Its files must not claim settings that nothing was trained with.
+            logger.warning("%s is complete since iteration %d: nothing is trained", self.folder.path, self.iteration)
+            return None
         self._forget_later()
         with self._logging(), _stopping_on_signals(self):
             rollouts = iter(self.collector)
@@ -139,7 +147,7 @@ class Trainer:
                 with timer("iteration"):
                     with timer("rollout"):
                         rollout = next(rollouts)
-                    self._set_learning_rates()
+                    self._follow_schedules()
                     with timer("update"):
                         losses = self.ppo.update(rollout, self._minibatches(), staleness=self._staleness())
                     self.counters["iteration"] += 1
@@ -233,8 +241,9 @@ class Trainer:
     def _staleness(self) -> int:
         return self.collector.staleness() if self.settings.use_pipelined_collector else 0
 
-    def _set_learning_rates(self) -> None:
-        """Set the learning rates of this iteration."""
+    def _follow_schedules(self) -> None:
+        """Set the learning rates and the weight of the teacher for this iteration."""
+        self.ppo.teacher_coefficient = teacher_coefficient(self.settings, self.iteration)
         factor = learning_rate_factor(self.settings, self.iteration)
         for name, optimizer in self.ppo.optimizers().items():
             for group in optimizer.param_groups:
@@ -270,6 +279,7 @@ class Trainer:
             **values,
             **self.episodes.means(),
             "schedule/learning_rate": self.ppo.optimizers()["actor"].param_groups[0]["lr"],
+            "schedule/teacher_coefficient": self.ppo.teacher_coefficient,
             **{f"perf/{name}": value for name, value in self.monitor.report().items()},
             **{f"ckpt/{name}": value for name, value in self.checkpoint_stats().items()},
             **({f"rollouts/{n}": v for n, v in self.rollouts.get_stats().items()} if self.rollouts is not None else {}),
@@ -330,7 +340,8 @@ def _make_collector(settings: TrainSettings, env: NavigationEnv, policy: NavRLPo
 
     collector: Any = SerialCollector(env, policy, settings.algo.training_frame_num, before_rollout=set_penalty)
     if settings.use_pipelined_collector:
-        collector = PipelinedDataCollector(collector, prefetch_count=settings.prefetch_count)
+        # The environment has private generators, so only the policy needs separate random numbers.
+        collector = PipelinedDataCollector(collector, prefetch_count=settings.prefetch_count, rng="policy")
     if settings.gpu_memory_limited:
         collector = CompressedDataCollector(collector)
     return collector
@@ -375,5 +386,6 @@ def _is_due(iteration: int, interval: int) -> bool:
 
 
 def _plain(rollout: Any) -> Any:
-    """Return a rollout as a TensorDict, unpacked if it is packed."""
-    return rollout.to_tensordict() if hasattr(rollout, "minibatches") else rollout
+    """Return a rollout as it was collected, as a TensorDict."""
+    collected = rollout.exclude(*SCRATCH_KEYS)
+    return collected.to_tensordict() if hasattr(rollout, "minibatches") else collected

@@ -53,6 +53,24 @@ def test_every_episode_has_one_outcome_and_straight_flight_meets_all_kinds_of_ob
     assert (result.num_clusters, result.interval) == (4, "clusters")
 
 
+def test_courses_of_one_map_are_related_unless_it_is_the_only_one():
+    settings = small()
+    several = fly(STRAIGHT, settings, Scenario("training", "Maps", "through", 0, 4, 20, 8, 3), episodes=24)
+    assert several.log.cluster.tolist() == [number // 6 for number in range(24)]
+    single = fly(STRAIGHT, settings, Scenario("training", "Map", "through", 0, 1, 20, 8, 3), episodes=6)
+    assert single.log.cluster.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_means_stay_within_what_is_possible():
+    result = evaluate(STRAIGHT, small(), FEW_BOXES, episodes=3)
+    inside = result.means["inside_share"]
+    assert inside is not None
+    assert 0.0 <= inside.low <= inside.high <= 1.0
+    for name in ("time_to_goal_s", "path_length_m"):
+        mean = result.means[name]
+        assert mean is None or mean.low >= 0.0
+
+
 def test_one_map_is_said_to_be_one():
     single = Scenario("through", "One map", "through", 1000, 1, 100, 8)
     assert evaluate(STRAIGHT, long_enough(), single, episodes=8).interval == "assumed"

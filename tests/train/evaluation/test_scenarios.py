@@ -22,11 +22,11 @@ def test_there_are_six_scenarios_and_flying_through_comes_first():
     assert moving == [80, 80, 80, 0, 0, 80]
 
 
-def test_unseen_maps_are_64_from_1000_on():
-    assert by_name()["through"].map_seeds == range(1000, 1064)
+def test_unseen_maps_are_64_from_10000_on():
+    assert by_name()["through"].map_seeds == range(10000, 10064)
 
 
-@pytest.mark.parametrize("map_seed", [0, 990, 1000, 1030, 1063, 1064])
+@pytest.mark.parametrize("map_seed", [0, 9990, 10000, 10030, 10063, 10064])
 def test_no_unseen_map_was_trained_on(map_seed):
     scenarios = by_name(f"env.map_seed={map_seed}", "env.num_maps=16")
     trained = set(range(map_seed, map_seed + 16))
@@ -37,9 +37,9 @@ def test_no_unseen_map_was_trained_on(map_seed):
 
 
 def test_maps_of_all_policies_are_avoided_and_there_is_no_training_map_they_share():
-    trained = [small("env.map_seed=1000", "env.num_maps=8"), small("env.map_seed=1008", "env.num_maps=8")]
+    trained = [small("env.map_seed=10000", "env.num_maps=8"), small("env.map_seed=10008", "env.num_maps=8")]
     scenarios = by_name(trained=trained)
-    assert scenarios["through"].map_seeds == range(1016, 1080)
+    assert scenarios["through"].map_seeds == range(10016, 10080)
     assert "training" not in scenarios
 
 
@@ -59,7 +59,7 @@ def test_one_training_map_is_flown_on_many_courses_and_many_on_one():
 
 def test_all_maps_of_a_scenario_share_a_simulation_with_as_many_flights_on_each():
     [part] = plan_flights(by_name()["through"], small(), 512, seed=3)
-    assert (part.config.num_envs, part.config.num_maps, part.config.map_seed) == (512, 64, 1000)
+    assert (part.config.num_envs, part.config.num_maps, part.config.map_seed) == (512, 64, 10000)
     assert part.config.seed == 3
 
 
@@ -83,13 +83,13 @@ def test_courses_of_one_map_share_a_simulation_and_are_clusters():
     assert part.config.num_envs == 512
     many = plan_flights(by_name("env.num_maps=16")["training"], small(), 16 * 4 * 100, seed=1)
     assert [seed for part in many for seed in part.config.map_seeds] == [seed for seed in range(16) for _ in range(4)]
-    assert [part.first_cluster for part in many] == [0, 20, 40, 60]
+    assert [part.first_world for part in many] == [0, 20, 40, 60]
 
 
 def test_more_flights_than_fit_into_a_simulation_are_flown_map_by_map():
     parts = plan_flights(by_name()["line"], small(), 64 * 100, seed=1)
     maps = [seed for part in parts for seed in range(part.config.map_seed, part.config.map_seed + part.config.num_maps)]
-    assert maps == list(range(1000, 1064))
+    assert maps == list(range(10000, 10064))
     assert max(part.config.num_envs for part in parts) <= 2048
     assert sum(part.config.num_envs for part in parts) == 6400
 

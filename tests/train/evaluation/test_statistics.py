@@ -62,6 +62,40 @@ def test_the_interval_contains_the_true_rate_in_19_of_20_evaluations(spread):
     assert 275 <= covered <= 297
 
 
+@pytest.mark.parametrize("num_maps", [2, 4, 8, 12])
+def test_the_interval_contains_the_true_rate_also_with_few_maps(num_maps):
+    rng = np.random.default_rng(5)
+    clusters = np.arange(64 * num_maps) // 64
+    covered = 0
+    for _ in range(300):
+        by_map = 0.5 + 0.4 * rng.uniform(-1.0, 1.0, size=num_maps)
+        hits = rng.random(len(clusters)) < by_map[clusters]
+        interval = rate_interval(hits, clusters)
+        covered += interval.low <= 0.5 <= interval.high
+    assert covered >= 264
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8, 12])
+def test_the_interval_of_a_mean_contains_the_true_one_also_with_few_flights(count):
+    rng = np.random.default_rng(7)
+    covered = 0
+    for _ in range(400):
+        values = rng.normal(5.0, 1.0, size=count)
+        interval = ratio_interval(values, np.ones(count), np.arange(count))
+        assert interval is not None
+        covered += interval.low <= 5.0 <= interval.high
+    assert 365 <= covered <= 395
+
+
+def test_a_ratio_is_cut_off_where_it_is_impossible():
+    single = ratio_interval(np.array([3.0]), np.array([4.0]), np.zeros(1), least=0.0, most=1.0)
+    assert single == Interval(0.75, 0.0, 1.0)
+    pair = ratio_interval(np.array([0.0, 1.0]), np.ones(2), np.arange(2), least=0.0)
+    assert pair is not None
+    assert pair.low == 0.0
+    assert pair.high > 1.0
+
+
 def test_pooling_flights_of_maps_that_differ_would_contain_the_true_rate_too_rarely():
     rng = np.random.default_rng(3)
     covered = 0

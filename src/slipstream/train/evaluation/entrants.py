@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from slipstream.rl.network import Choice
 from slipstream.train.evaluation.pilots import Candidate, planner_candidate, policy_candidate, with_shield
 from slipstream.train.evaluation.scenarios import SCENARIO_NAMES, Scenario, standard_scenarios
 from slipstream.train.policy import load_policy
-from slipstream.train.settings import TrainSettings, compose_settings, override_settings, parse_overrides
+from slipstream.train.settings import TrainSettings, compose_settings, flatten, override_settings, parse_overrides
 
 PLANNER = "planner"
 FAITHFUL = ("sim.dynamics=hummingbird", "sim.dt=0.016", "sim.response_delay=0.0", "env.max_episode_length=2200")
@@ -29,10 +30,16 @@ _FIXED = {
     "env.random_clocks": "every flight has the full time",
     "env.centred_reward": "the return is NavRL's",
     "env.collision_penalty": "the return is NavRL's",
+    "env.collision_penalty_start": "the return is NavRL's",
+    "env.collision_penalty_ramp": "the return is NavRL's",
     "env.danger_weight": "the return is NavRL's",
     "sim.response_delay": "evaluations fly without a random delay; use --faithful or --latency",
     "seed": "use --seed",
 }
+
+
+# What a policy senses and how its drone responds. Delays vary in training only.
+_WORLD = ("sensor.", "sim.dynamics", "sim.dt", "env.num_obstacles", "env_dyn.")
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,21 @@ def choose_scenarios(
             "env.num_obstacles; expected another scenario"
         )
     return chosen
+
+
+def world_differences(settings: TrainSettings, trained: TrainSettings) -> list[str]:
+    """Return in which settings of sensor, dynamics and obstacles a training differs from others, as ``key=value``.
+
+    Args:
+        settings: The others.
+        trained: Settings of the training, whose values are returned.
+    """
+    before = flatten(dataclasses.asdict(trained))
+    found = []
+    for name, value in flatten(dataclasses.asdict(settings)).items():
+        if name.startswith(_WORLD) and before[name] != value:
+            found.append(f"{name}={before[name]}")
+    return found
 
 
 def _check_overrides(overrides: Sequence[str], *, faithful: bool) -> None:

@@ -41,7 +41,8 @@ class FlightLog:
         inside_s: Time inside the field, between the borders at which obstacles end.
         path_m: Length of the path.
         returns: Sum of NavRL's rewards.
-        cluster: Which flights share a map and a course of moving obstacles; flights in an empty world share nothing.
+        cluster: Which flights share a map; if there is only one map, which share a course of its moving obstacles.
+            Flights in an empty world share nothing.
     """
 
     outcome: NDArray[Any]
@@ -342,7 +343,11 @@ def _stack(moments: list[torch.Tensor]) -> torch.Tensor:
 def _log_of(tally: Tally, part: Part) -> FlightLog:
     config = part.config
     drones = np.arange(config.num_envs)
-    cluster = part.first_cluster + drones // (config.num_envs // config.num_maps)
+    world = part.first_world + drones // (config.num_envs // config.num_maps)
+    cluster = world
+    if not part.is_single_map:
+        # Courses of one map share its boxes.
+        cluster = world // config.map_repeats
     if not config.num_static_obstacles and not config.num_dynamic_obstacles:
         # In an empty world, flights have nothing in common, so each one is a cluster.
         cluster = part.first_flight + drones

@@ -145,9 +145,9 @@ def summarise(flown: Flown) -> ScenarioResult:
             rates[name] = rate_interval(log.outcome == number, log.cluster)
     arrived = log.success.astype(np.float64)
     means = {
-        "inside_share": ratio_interval(log.inside_s, log.flight_s, log.cluster),
-        "time_to_goal_s": ratio_interval(log.flight_s * arrived, arrived, log.cluster),
-        "path_length_m": ratio_interval(log.path_m * arrived, arrived, log.cluster),
+        "inside_share": ratio_interval(log.inside_s, log.flight_s, log.cluster, least=0.0, most=1.0),
+        "time_to_goal_s": ratio_interval(log.flight_s * arrived, arrived, log.cluster, least=0.0),
+        "path_length_m": ratio_interval(log.path_m * arrived, arrived, log.cluster, least=0.0),
         "return": ratio_interval(log.returns, np.ones(len(arrived)), log.cluster),
     }
     num_clusters = len(np.unique(log.cluster))

@@ -25,6 +25,8 @@ ASSUMED_CORRELATION = 0.1
 
 _Z95 = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
 _PERCENTILES = (2.5, 97.5)
+# The same for Student's distribution with 1 to 9 degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -36,8 +38,8 @@ class Interval:
 
     Attributes:
         mean: The estimate.
-        low: Lower end of the interval; minus infinity if there is only one value.
-        high: Upper end of the interval; infinity if there is only one value.
+        low: Lower end of the interval; minus infinity if there is only one value, and no limit.
+        high: Upper end of the interval; infinity if there is only one value, and no limit.
     """
 
     mean: float
@@ -104,7 +106,13 @@ def rate_interval(hits: NDArray[Any], clusters: NDArray[Any]) -> Interval:
     return Interval(share, max(0.0, min(low, independent.low)), min(1.0, max(high, independent.high)))
 
 
-def ratio_interval(amounts: NDArray[Any], weights: NDArray[Any], clusters: NDArray[Any]) -> Interval | None:
+def ratio_interval(
+    amounts: NDArray[Any],
+    weights: NDArray[Any],
+    clusters: NDArray[Any],
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> Interval | None:
     """Return the sum of amounts divided by the sum of weights, with its 95 % interval.
 
     With weights of 1 and 0 it is the mean over some of the flights. The interval is the percentile bootstrap over
@@ -115,6 +123,8 @@ def ratio_interval(amounts: NDArray[Any], weights: NDArray[Any], clusters: NDArr
         amounts: What is divided, ``[flights]``; 0 where the weight is 0.
         weights: By what it is divided, ``[flights]``.
         clusters: The cluster of each flight, ``[flights]``.
+        least: The smallest possible ratio, at which the interval is cut off.
+        most: The largest possible ratio.
 
     Returns:
         The ratio, or None if all weights are 0.
@@ -128,15 +138,17 @@ def ratio_interval(amounts: NDArray[Any], weights: NDArray[Any], clusters: NDArr
     count = len(amount)
     ratio = float(amount.sum() / weight.sum())
     if count == 1:
-        return Interval(ratio, -math.inf, math.inf)
+        return Interval(ratio, least, most)
     sizes = _cluster_sums(np.ones(count), kept)
     if 1 < len(sizes) < count:
         low, high = _bootstrap_interval(_cluster_sums(amount, kept), _cluster_sums(weight, kept))
-        return Interval(ratio, low, high)
-    residuals = amount - ratio * weight
-    variance = float((residuals**2).sum()) * count / (count - 1) / float(weight.sum()) ** 2
-    half = _Z95 * math.sqrt(variance * count / effective_count(sizes))
-    return Interval(ratio, ratio - half, ratio + half)
+    else:
+        residuals = amount - ratio * weight
+        variance = float((residuals**2).sum()) * count / (count - 1) / float(weight.sum()) ** 2
+        half = _student(count - 1) * math.sqrt(variance * count / effective_count(sizes))
+        low = ratio - half
+        high = ratio + half
+    return Interval(ratio, max(low, least), min(high, most))
 
 
 def paired_difference(first: NDArray[Any], second: NDArray[Any], clusters: NDArray[Any]) -> Difference:
@@ -216,10 +228,29 @@ def _bootstrap_interval(amounts: Floats, weights: Floats) -> tuple[float, float]
     drawn = total > 0
     ratios = (draws @ amounts)[drawn] / total[drawn]
     low, high = np.percentile(ratios, _PERCENTILES)
-    # A sample's variance is (n - 1) / n of the population's on average, and so is the bootstrap's.
     centre = float(amounts.sum() / weights.sum())
-    widening = math.sqrt(len(weights) / (len(weights) - 1))
+    widening = _widening(len(weights))
     return centre + widening * (float(low) - centre), centre + widening * (float(high) - centre)
+
+
+def _widening(num_clusters: int) -> float:
+    """Return how much wider an interval must be than the bootstrap's, which is too narrow with few clusters.
+
+    The bootstrap has two faults. Its variance is (n - 1) / n of the population's on average, and it knows nothing of
+    how uncertain that variance is, which Student's distribution accounts for.
+    """
+    freedom = num_clusters - 1
+    return _student(freedom) / _Z95 * math.sqrt(num_clusters / freedom)
+
+
+def _student(freedom: int) -> float:
+    """Return within how many standard deviations 95 % of Student's distribution lie."""
+    if freedom <= len(_T95):
+        return _T95[freedom - 1]
+    # The first terms of the expansion around the normal distribution, accurate to 0.001.
+    first = (_Z95**3 + _Z95) / (4 * freedom)
+    second = (5 * _Z95**5 + 16 * _Z95**3 + 3 * _Z95) / (96 * freedom**2)
+    return _Z95 + first + second
 
 
 @functools.lru_cache(maxsize=4)
