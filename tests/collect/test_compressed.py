@@ -66,9 +66,39 @@ def test_everything_else_is_the_base_collectors():
 
 def test_options_reach_the_batches_and_mistakes_are_heard_of():
     (batch,) = CompressedDataCollector(batches(1), compress_keys=["state"], group_envs=2, cache_bytes=0)
-    assert batch._content.group == 2
+    assert batch.content.group == 2
     with pytest.raises(KeyError, match="compress_keys has 'lidar'"):
         list(CompressedDataCollector(batches(1), compress_keys=["lidar"]))
+
+
+def test_batches_are_yielded_unchanged_without_compression():
+    source = batches()
+    with CompressedDataCollector(base_collector=source, compress=False) as collector:
+        found = list(collector)
+    assert all(one is other for one, other in zip(found, source, strict=True))
+    assert collector.get_stats()["batch_count"] == 0
+    assert isinstance(next(iter(CompressedDataCollector(source, compress=True))), CompressedTensorDict)
+    with pytest.raises(TypeError, match="compress is a bool and compression_level a whole number"):
+        CompressedDataCollector(source, True)
+    with pytest.raises(TypeError, match="compress is a bool and compression_level a whole number"):
+        CompressedDataCollector(source, compress=3)  # type: ignore[arg-type]
+
+
+def test_codecs_are_chosen_once_for_similar_batches(monkeypatch):
+    from slipstream.rollout import files, packed
+
+    chosen = []
+    choose = files.codec_for
+
+    def count(rollout, name, level):
+        chosen.append(name)
+        return choose(rollout, name, level)
+
+    monkeypatch.setattr(packed, "codec_for", count)
+    expected = batches(20)
+    for one, other in zip(CompressedDataCollector(expected), expected, strict=True):
+        assert torch.equal(one["next", "state"], other["next", "state"])
+    assert chosen == ["state", "state"]
 
 
 def test_it_works_over_the_collector_of_torchrl():

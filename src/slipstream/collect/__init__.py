@@ -1,1 +1,1 @@
-"""Collectors: rollouts one after another, collected while others train, and packed while they train."""
+"""Collectors: one rollout after another, rollouts collected during training, and rollouts packed in memory."""

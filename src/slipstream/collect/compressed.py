@@ -8,21 +8,28 @@ from types import TracebackType
 from typing import Any, Self
 
 from slipstream.rollout.compressed import CompressedTensorDict
+from slipstream.rollout.packed import Codecs
+
+# Number of batches that are packed with the same codecs.
+_SETTLED_FOR = 16
 
 
 class CompressedDataCollector:
     """Wraps a collector, and packs each batch that it yields.
 
-    What is yielded is a `CompressedTensorDict` in memory of its own: the base collector may reuse its batch
-    (``return_same_td=True``) at once. Everything else (``shutdown``, ``set_seed``, ``state_dict``,
-    ``update_policy_weights_`` and so on) is the base collector's.
+    Each batch is a `CompressedTensorDict` that shares no memory with the base collector, which may reuse its batch
+    (``return_same_td=True``). All other attributes (``shutdown``, ``set_seed``, ``state_dict``,
+    ``update_policy_weights_`` and so on) are those of the base collector.
+
+    Which codec suits a key is measured on the first batch and again every 16 batches.
 
     Args:
         base_collector: TorchRL's ``Collector``, or anything that yields TensorDicts of shape ``[environment, time]``.
         compression_level: 0 to 12; up to 9 is fast.
-        compress_keys: What to pack; by default what is worth it. See `CompressedTensorDict`, also for the others.
-        cache_bytes: How much decoded data a batch keeps for the next minibatch.
-        group_envs: How many environments are packed together.
+        compress: Whether to pack batches. If False, the batches of the base collector are yielded unchanged.
+        compress_keys: Keys to pack; by default those that are worth it. See `CompressedTensorDict`.
+        cache_bytes: Bytes of decoded data that a batch keeps for the next minibatch.
+        group_envs: Number of environments that are packed together.
         verify: Whether to decode every batch once and compare.
 
     Example:
@@ -44,12 +51,18 @@ class CompressedDataCollector:
         base_collector: Iterable[Any],
         compression_level: int = 1,
         *,
+        compress: bool = True,
         compress_keys: Sequence[str | tuple[str, ...]] | None = None,
         cache_bytes: int | None = None,
         group_envs: int | None = None,
         verify: bool = True,
     ) -> None:
+        # `compression_level` was the second argument before `compress` was, so a bool there is a mistake.
+        if isinstance(compression_level, bool) or not isinstance(compress, bool):
+            raise TypeError("compress is a bool and compression_level a whole number; pass both by name")
         self.base_collector = base_collector
+        self.compress = compress
+        self._codecs: Codecs = {}
         self._options: dict[str, Any] = {
             "compression_level": compression_level,
             "compress_keys": compress_keys,
@@ -59,11 +72,17 @@ class CompressedDataCollector:
         }
         self._stats = {"batch_count": 0, "raw_bytes": 0.0, "packed_bytes": 0.0, "pack_s": 0.0}
 
-    def __iter__(self) -> Iterator[CompressedTensorDict]:
-        """Yield the batches of the base collector, packed."""
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of the base collector, packed unless `compress` is False."""
+        if not self.compress:
+            yield from self.base_collector
+            return
         for batch in self.base_collector:
             start = time.perf_counter()
-            packed = CompressedTensorDict(batch, **self._options)
+            # Codecs chosen for one batch serve the next ones, but batches change as the policy learns.
+            if self._stats["batch_count"] % _SETTLED_FOR == 0:
+                self._codecs = {}
+            packed = CompressedTensorDict(batch, codecs=self._codecs, **self._options)
             sizes = packed.get_stats()
             self._stats["batch_count"] += 1
             self._stats["raw_bytes"] += sizes["raw_bytes"]
@@ -74,21 +93,24 @@ class CompressedDataCollector:
 
     def get_stats(self) -> dict[str, float]:
         """Return ``batch_count, raw_bytes, packed_bytes, compression_ratio`` and the seconds spent packing."""
-        ratio = self._stats["raw_bytes"] / self._stats["packed_bytes"] if self._stats["packed_bytes"] else 1.0
+        ratio = 1.0
+        if self._stats["packed_bytes"]:
+            ratio = self._stats["raw_bytes"] / self._stats["packed_bytes"]
         return {**self._stats, "compression_ratio": ratio}
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the base collector has under this name."""
-        if name == "base_collector":  # not there yet: this one is being unpickled
+        """Return an attribute of the base collector."""
+        # While this object is unpickled, it has no base collector yet.
+        if name == "base_collector":
             raise AttributeError(name)
         return getattr(self.base_collector, name)
 
     def __len__(self) -> int:
-        """Return how many batches there will be, if the base collector knows."""
+        """Return the number of batches, if the base collector has a length."""
         return len(self.base_collector)  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
-        """Be true, though the base collector may not know how many batches there will be."""
+        """Return True, also if the base collector has no length."""
         return True
 
     def __enter__(self) -> Self:

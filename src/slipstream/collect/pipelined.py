@@ -11,20 +11,21 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import nn
 
-from slipstream.batches import Batch, from_state, move, stamp, tensors_of, to_state
+from slipstream.batches import Batch, move, tensors_of
 from slipstream.checks import require_choice, require_count
-from slipstream.collect.batches import BatchMemory, Leaves
-from slipstream.collect.isolation import PrivateRandomness, draw_seed, make_environment, warn_of_global_draws
-from slipstream.collect.policy import FrozenPolicy, Weights, hook_randomness
-from slipstream.collect.producer import BatchProducer, Item, Order, check_base
-from slipstream.collect.streams import Fence, find_cuda
-from slipstream.errors import StateMismatchError, UnsupportedStateError
+from slipstream.collect.batches import BatchMemory, Leaves, resolve_device
+from slipstream.collect.modes import ModeGuard
+from slipstream.collect.policy import Fence, FrozenPolicy, Weights, find_cuda, hook_randomness, weights_to_state
+from slipstream.collect.producer import BatchProducer, Item, Order, check_base, devices_of, make_context
+from slipstream.collect.randomness import PrivateRandomness, draw_seed, warn_of_global_draws
+from slipstream.errors import ConfigurationError, StateMismatchError, UnsupportedStateError
 from slipstream.store.prefetch import Prefetcher
 
 Rng = Literal["all", "policy", "shared"]
 
 _FORMAT = "slipstream.pipelined"
 _PATIENCE_S = 60.0
+_SHUT_DOWN = "the collector is shut down; create another one to collect more"
 _FORWARDED = frozenset(
     {"env", "exploration_type", "frames_per_batch", "init_random_frames", "requested_frames_per_batch", "total_frames"}
 )
@@ -38,14 +39,13 @@ class PipelinedDataCollector:
     * *Order*: every batch of the base collector arrives once, in order.
     * *Memory*: a batch belongs to the consumer and never changes, also with ``return_same_td=True`` (unless
       `reuse_buffers`). At most ``prefetch_count + 1`` batches exist besides those that the consumer keeps.
-    * *Weights*: each batch is collected with one set of weights: a copy of the policy's weights, made on the consumer's
-      thread while it asks for a batch (or calls `update_policy_weights_`), never in the middle of an optimizer step.
-      Batch k is collected with the weights at the time when batch ``k - prefetch_count`` was requested (or with the
-      first weights). ``batch["collector", "policy_version"]`` counts the copies from 0, and `staleness` returns the
-      number of newer ones.
-    * *Reproducibility*: the contents of a batch depend on seeds and weights, not on the speed of threads, if the
-      environment has private generators, or draws from torch's global ones with ``rng="all"``. Otherwise a warning is
-      logged.
+    * *Weights*: each batch is collected with one set of weights, which the consumer's thread copies when it asks for a
+      batch (or calls `update_policy_weights_`), never in the middle of an optimizer step. Batch k gets the weights at
+      the time when batch ``k - prefetch_count`` was requested. ``batch["collector", "policy_version"]`` counts the
+      copies from 0, and `staleness` returns the number of newer ones.
+    * *Reproducibility*: the contents of a batch depend on the seed and the weights, not on the timing of threads or on
+      random numbers that training draws. The seed comes from torch's global generator when the collector is created
+      (so ``torch.manual_seed`` before that is enough), or from `set_seed`.
     * *Errors*: an exception of the base is raised in place of the batch that failed, as the cause of a
       `BackgroundError`, and again for every later batch.
     * *Stopping*: leaving a loop over the collector ends the thread, and so do `shutdown`, ``with``, garbage collection
@@ -56,18 +56,22 @@ class PipelinedDataCollector:
 
     Use it from one thread. The policy of the base is replaced by a copy that training does not change. What the policy
     itself changes while collecting (running statistics) stays in that copy, until the next weights replace it.
+    All threads share tensordict's modes, such as ``set_exploration_type``. Change them inside `paused`, or the batch
+    that is being collected fails.
 
     Args:
         base_collector: A TorchRL ``Collector`` (``SyncDataCollector``), or any iterable of TensorDicts or nested dicts
             of tensors. If its ``policy`` attribute is a module, then that policy collects.
-        device: The device of batches; the collecting thread moves them. None leaves them on their device.
+        device: The device of batches; the collecting thread moves them. None leaves them on their device, ``auto`` is
+            CUDA if available, else the CPU.
         prefetch_count: Number of batches to collect ahead, which is also the age of their weights in updates.
+        collector: Another name of `base_collector`. Give one of them.
         policy: The policy that is trained, if it is not the policy of the base.
         auto_update: Whether asking for a batch copies the policy's weights. If not, only `update_policy_weights_` does.
         rng: Which random numbers come from private generators of the collecting thread instead of torch's global ones.
-            ``policy`` (default if the policy is a module): those of the policy, sufficient for environments with
-            private generators. ``all``: everything on that thread, which slows down simulators of many small operators.
-            ``shared``: nothing, and runs are not reproducible. The global generator draws the seed.
+            ``all``: everything on that thread, which slows down simulators of many small operators. ``policy``: those
+            of the policy, faster, and sufficient if the environment has private generators (if it has none, a warning
+            is logged). ``shared``: nothing, and runs are not reproducible.
         reuse_buffers: Whether the memory of a batch is reused as soon as the next one is requested.
 
     Raises:
@@ -86,22 +90,24 @@ class PipelinedDataCollector:
 
     def __init__(
         self,
-        base_collector: Iterable[Batch],
+        base_collector: Iterable[Batch] | None = None,
         device: torch.device | str | None = None,
         prefetch_count: int = 2,
         *,
+        collector: Iterable[Batch] | None = None,
         policy: nn.Module | None = None,
         auto_update: bool = True,
-        rng: Rng | None = None,
+        rng: Rng = "all",
         reuse_buffers: bool = False,
     ) -> None:
         self.prefetch_count = require_count("prefetch_count", prefetch_count, least=0)
-        if rng is not None:
-            require_choice("rng", rng, get_args(Rng))
-        self.base_collector: Any = base_collector
-        self.device: torch.device | None = None
-        if device is not None:
-            self.device = torch.device(device)
+        require_choice("rng", rng, get_args(Rng))
+        if (base_collector is None) == (collector is None):
+            given = "neither" if collector is None else "both"
+            raise ConfigurationError(f"give base_collector or collector (two names of one argument), got {given}")
+        self.base_collector: Any = collector if base_collector is None else base_collector
+        self.device = resolve_device(device)
+        self._rng = rng
         self._auto_update = auto_update
         self._is_shut_down = False
         self._plain: Iterator[Batch] | None = None
@@ -116,31 +122,28 @@ class PipelinedDataCollector:
         self._update_s = 0.0
         self._hooks: list[Any] = []
         if self.prefetch_count:
-            self._set_up(policy, rng, reuse_buffers=reuse_buffers)
+            self._set_up(policy, reuse_buffers=reuse_buffers)
 
-    def _set_up(self, policy: nn.Module | None, rng: Rng | None, *, reuse_buffers: bool) -> None:
+    def _set_up(self, policy: nn.Module | None, *, reuse_buffers: bool) -> None:
         base = self.base_collector
-        if rng is None:
-            rng = "policy" if isinstance(getattr(base, "policy", None), nn.Module) else "all"
-        check_base(base, separate_random_numbers=rng != "shared")
-        self._rng = rng
-        devices = (getattr(base, name, None) for name in ("policy_device", "env_device", "storing_device"))
-        self._cuda = find_cuda((self.device, *devices))
+        check_base(base, separate_random_numbers=self._rng != "shared")
+        self._cuda = find_cuda((self.device, *devices_of(base)))
         self._policy = FrozenPolicy(base, policy, self._cuda)
-        self._randomness: PrivateRandomness | None = None
-        if rng != "shared":
-            self._randomness = PrivateRandomness(draw_seed())
-        if rng == "policy" and self._randomness is not None:
-            self._hooks = hook_randomness(base, self._randomness)
+        randomness = PrivateRandomness(draw_seed())
+        self._randomness = randomness
+        if self._rng == "policy":
+            self._hooks = hook_randomness(base, randomness)
         # TorchRL copies each batch itself if `return_same_td` is False.
-        base_copies = getattr(base, "return_same_td", True) is False
-        self._memory = BatchMemory(self.device, copy=not base_copies, reuse=reuse_buffers)
-        self._producer = BatchProducer(base, self._policy, self._memory, self._cuda)
+        must_copy = getattr(base, "return_same_td", True) is not False
+        self._memory = BatchMemory(self.device, copy=must_copy, reuse=reuse_buffers)
+        self._modes = ModeGuard(base)
+        self._hooks += self._modes.hooks
+        self._producer = BatchProducer(base, self._policy, self._memory, self._modes, self._cuda)
         self._prefetcher = Prefetcher(
             self._producer.collect,
             owner=self,
             name="slipstream-collect",
-            context=make_environment(self._cuda, self._randomness if rng == "all" else None),
+            context=make_context(self._cuda, randomness if self._rng == "all" else None),
             drop_wait_s=_PATIENCE_S,
         )
 
@@ -163,6 +166,7 @@ class PipelinedDataCollector:
             self._producer.restart()
         finally:
             self._prefetcher.stop()
+            self._modes.forget()
 
     def __next__(self) -> Batch:
         """Return the next batch. The thread continues to collect until `shutdown`."""
@@ -197,9 +201,13 @@ class PipelinedDataCollector:
             self.base_collector.update_policy_weights_(policy_or_weights, **kwargs)
         elif self._policy.is_module:
             began = time.perf_counter()
+            source = self._policy.select_weights(policy_or_weights)
+            spare = self._pending
+            # If the copy is interrupted, then this memory has the weights of two moments.
+            self._pending = None
+            self._pending = self._policy.copy_weights(source, into=spare)
             self._num_copies += 1
             self._is_updated = True
-            self._pending = self._policy.copy_weights(policy_or_weights, into=self._pending)
             self._update_s += time.perf_counter() - began
 
     @property
@@ -233,7 +241,11 @@ class PipelinedDataCollector:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the batch in progress and collect nothing inside the block, for example to read the environment."""
+        """Wait for the batch in progress, then collect nothing inside the block. Can be nested.
+
+        Use it to evaluate, to change tensordict's modes and to read the environment. Inside, batches that are ready
+        can be taken; asking for more raises `RuntimeError`.
+        """
         if not self.prefetch_count:
             yield
             return
@@ -244,21 +256,19 @@ class PipelinedDataCollector:
             yield
 
     def set_seed(self, seed: int, static_seed: bool = False) -> Any:
-        """Seed the base and the generators of the collecting thread, for batches that are not ordered yet.
+        """Seed the base and the collecting thread for batches that are not ordered yet; waits for those that are.
 
-        Blocks until the batches that are ordered have been collected. To seed all batches, call it before the first.
-
-        Returns:
-            The return value of the base.
+        To seed all batches, call it before the first one. Returns what the base returns, if it has a ``set_seed``.
         """
         options = {"static_seed": True} if static_seed else {}
         if not self.prefetch_count:
             return self.base_collector.set_seed(seed, **options)
         self._prefetcher.finish()
         with self.paused():
-            if self._randomness is not None:
-                self._randomness.seed(seed)
-            return self.base_collector.set_seed(seed, **options)
+            self._randomness.seed(seed)
+            if hasattr(self.base_collector, "set_seed"):
+                return self.base_collector.set_seed(seed, **options)
+            return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch handed out, as copies.
@@ -275,23 +285,17 @@ class PipelinedDataCollector:
         if not self.prefetch_count:
             return self.base_collector.state_dict()  # type: ignore[no-any-return]
         with self.paused():
-            items = self._prefetcher.results
-            orders = self._prefetcher.orders
-            randomness = None
-            if self._randomness is not None:
-                randomness = self._randomness.state_dict()
-            to_weights = self._policy.weights_to_state
             return {
                 "format": _FORMAT,
                 "base": copy.deepcopy(self.base_collector.state_dict()),
-                "batches": [{"version": item.version, "batch": to_state(item.batch)} for item in items],
-                "orders": [{"version": order.version, "weights": to_weights(order.weights)} for order in orders],
-                "collecting": to_weights(self._policy.collecting_weights()),
-                "pending": to_weights(self._pending),
+                "batches": [item.state_dict() for item in self._prefetcher.results],
+                "orders": [order.state_dict() for order in self._prefetcher.orders],
+                "collecting": self._policy.collecting_weights().state_dict(),
+                "pending": weights_to_state(self._pending),
                 "versions": [self._num_copies, self._batch_version, self._staleness],
                 "is_updated": self._is_updated,
                 "num_batches": self._num_batches,
-                "randomness": randomness,
+                "randomness": self._randomness.state_dict(),
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -301,7 +305,7 @@ class PipelinedDataCollector:
         a collector with another `prefetch_count`.
 
         Raises:
-            StateMismatchError: If the policy differs, or the state has batches and `prefetch_count` is 0.
+            StateMismatchError: Before any change, if the policy differs, or it has batches and `prefetch_count` is 0.
         """
         is_ours = state_dict.get("format") == _FORMAT
         if not self.prefetch_count:
@@ -311,17 +315,19 @@ class PipelinedDataCollector:
             self._plain = None
             return
         with self.paused():
+            # First, because it raises if the state belongs to another policy.
+            collecting = self._policy.weights_from_state(state_dict["collecting"]) if is_ours else None
             self.base_collector.load_state_dict(state_dict["base"] if is_ours else state_dict)
             self._producer.restart()
             self._prefetcher.reset()
             self._pending = None
             self._lent = None
             self._is_updated = False
-            if is_ours:
-                self._restore(state_dict)
+            if collecting is not None:
+                self._restore(state_dict, collecting)
 
     def shutdown(self, timeout: float | None = _PATIENCE_S, **kwargs: Any) -> None:
-        """End the collecting thread and shut the base down; waits for the batch in progress. Idempotent.
+        """End the thread, drop its batches and shut the base down; waits for the batch in progress. Idempotent.
 
         Args:
             timeout: How many seconds to wait at most.
@@ -331,11 +337,12 @@ class PipelinedDataCollector:
             TimeoutError: If the batch takes longer. The base is in use, and is not shut down.
         """
         if self.prefetch_count:
+            # First, because a consumer that waits on another thread would restart the thread that `stop` ends.
+            self._prefetcher.abandon(RuntimeError(_SHUT_DOWN))
             if not self._prefetcher.stop(timeout):
                 raise TimeoutError(
                     f"the batch in progress is not done after {timeout} s; call shutdown again to continue waiting"
                 )
-            self._prefetcher.abandon(RuntimeError("the collector is shut down"))
             for hook in self._hooks:
                 hook.remove()
         if not self._is_shut_down and hasattr(self.base_collector, "shutdown"):
@@ -386,37 +393,30 @@ class PipelinedDataCollector:
         if not self._is_updated and (self._auto_update or not self._num_copies):
             self.update_policy_weights_()
         self._is_updated = False
+        self._modes.remember()
         # The base may end at any moment, and then orders are ignored.
         while not self._prefetcher.has_ended and self._prefetcher.num_ahead < self.prefetch_count + 1:
             index = self._num_batches + self._prefetcher.num_ahead
             order = Order(index, self.policy_version, self._pending, Fence(self._cuda))
+            # From now on, these weights belong to the collecting thread.
             self._pending = None
             self._prefetcher.order(order)
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any], collecting: Weights) -> None:
         """Apply what `state_dict` returned, while collecting is paused."""
-        collecting = self._policy.weights_from_state(state["collecting"])
-        if collecting is not None:
-            self._policy.load(collecting)
-        index = state["num_batches"]
-        items = []
-        for entry in state["batches"]:
-            batch, memory = self._memory.own(from_state(entry["batch"]))
-            items.append(Item(stamp(batch, entry["version"]), entry["version"], Fence(self._cuda), memory))
-            index += 1
+        self._policy.load(collecting)
+        items = [self._producer.load_item(entry) for entry in state["batches"]]
         orders = []
-        for entry in state["orders"]:
-            weights = self._policy.weights_from_state(entry["weights"])
-            orders.append(Order(index, entry["version"], weights, Fence(self._cuda)))
-            index += 1
+        for index, entry in enumerate(state["orders"], state["num_batches"] + len(items)):
+            orders.append(self._producer.load_order(index, entry))
         self._prefetcher.reset(orders, items)
         self._pending = self._policy.weights_from_state(state["pending"])
         self._num_copies, self._batch_version, self._staleness = state["versions"]
         self._num_batches = state["num_batches"]
         self._is_updated = state["is_updated"]
-        if self._randomness is not None and state["randomness"] is not None:
+        if state["randomness"] is not None:  # None in states of earlier versions with rng="shared"
             self._randomness.load_state_dict(state["randomness"])
 
     def _check_open(self) -> None:
         if self._is_shut_down:
-            raise RuntimeError("the collector is shut down; create another one to collect more")
+            raise RuntimeError(_SHUT_DOWN)

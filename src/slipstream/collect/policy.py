@@ -1,30 +1,90 @@
-"""The policy that collects: a copy of the one that is trained, given new weights only between two batches."""
+"""The policy that collects: a copy of the trained one that gets new weights only between two batches.
+
+Weights and batches cross from one thread to another. If they are on a GPU, then they also cross from one CUDA stream to
+another: a `Fence` makes one stream wait for the other. Without CUDA, fences do nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from slipstream.batches import is_tensordict
-from slipstream.collect.isolation import PrivateRandomness
-from slipstream.collect.streams import Fence
+from slipstream.collect.randomness import PrivateRandomness, with_index
 from slipstream.errors import ConfigurationError, StateMismatchError
 
 Tensors = dict[str, torch.Tensor]
+
+# Copies that collect. No one trains them, so they must not be taken for the trained policy of another collector.
+_frozen_policies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class Fence:
+    """A position in the CUDA stream that is current when the fence is created.
+
+    Args:
+        device: The CUDA device of the stream; None creates a fence that does nothing.
+    """
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._event: Any = None
+        if device is not None:
+            self._event = torch.cuda.current_stream(device).record_event()
+
+    def wait(self) -> None:
+        """Make the stream that is current now wait for that position. Does not block the thread."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Wait, and keep the memory of `tensors` from being reused before the current stream has read them."""
+        self.wait()
+        if self._device is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+
+def find_cuda(devices: Iterable[torch.device | str | None]) -> torch.device | None:
+    """Return the first of these devices that is a CUDA device, with its index, or None."""
+    for name in devices:
+        if name is None:
+            continue
+        device = torch.device(name)
+        if device.type == "cuda":
+            return with_index(device)
+    return None
+
+
+@contextlib.contextmanager
+def side_stream(device: torch.device | None) -> Iterator[None]:
+    """Run this thread's CUDA work inside the block on a separate stream."""
+    if device is None:
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
 
 
 class Weights:
     """A policy's parameters and buffers at one moment, and which of its modules were in training mode.
 
     Attributes:
-        tensors: By their names in the policy.
+        tensors: Parameters and buffers by their names in the policy.
         training: For each module, in the order of ``modules()``.
-        fence: Behind it, they may be read (or, once given back, overwritten).
+        fence: The tensors can be read (or overwritten, once they are free) after it.
     """
 
     __slots__ = ("fence", "tensors", "training")
@@ -34,60 +94,90 @@ class Weights:
         self.training = training
         self.fence = fence
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights as plain data, copied."""
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        return {"tensors": tensors, "training": list(self.training)}
+
+
+def weights_to_state(weights: Weights | None) -> dict[str, Any] | None:
+    """Return weights as plain data, copied; None for None."""
+    if weights is None:
+        return None
+    return weights.state_dict()
+
 
 class FrozenPolicy:
-    """Gives a collector a policy that training does not touch, and takes weights from one to the other.
+    """Give a collector a policy that training does not change, and copy weights from the trained policy to it.
 
-    `copy_weights` belongs to the thread that trains and `load` to the one that collects; they may run at the same time.
-    The memory of weights is reused.
+    The training thread calls `copy_weights` and the collecting thread calls `load`; both may run at the same time. The
+    memory of weights is reused.
 
     Args:
-        base: The collector. If its ``policy`` is a module that shares memory with the trained one, it is given a copy.
+        base: The collector. If its ``policy`` is a module that shares memory with the trained one, it gets a copy.
         trained: The policy that is trained, if it is not the collector's.
-        cuda: The device on whose streams weights are copied, if any.
+        cuda: The CUDA device whose streams copy weights, if any.
 
     Attributes:
-        is_module: Whether there is a module, and with it anything that training could change.
+        is_module: Whether the policy is a module. If not, then it has no weights that training could change.
+
+    Raises:
+        ConfigurationError: If there is no module to load weights into, or the policy cannot be copied.
+        StateMismatchError: If the trained policy and the collector's have different weights.
     """
 
     def __init__(self, base: Any, trained: nn.Module | None, cuda: torch.device | None) -> None:
         own = getattr(base, "policy", None)
         if trained is None:
-            original = getattr(base, "_orig_policy", None)  # TorchRL's, if it had to copy it to another device
-            trained = original if isinstance(original, nn.Module) else own
+            trained = _find_trained(base)
         elif not isinstance(own, nn.Module):
             raise ConfigurationError(
                 f"a policy to train was given, but the policy of {type(base).__name__} is a {type(own).__name__}, "
                 "expected a torch module that its weights can be loaded into"
             )
-        self.is_module = isinstance(trained, nn.Module)
-        self._trained = trained if isinstance(trained, nn.Module) else nn.Module()
+        if trained in _frozen_policies:
+            raise ConfigurationError(
+                f"the {type(base).__name__} belongs to another PipelinedDataCollector, which replaced its policy by a "
+                "copy: create another base collector, or pass the policy that you train as policy="
+            )
+        self.is_module = trained is not None
+        self._trained = trained or nn.Module()
         self._cuda = cuda
         self._free: deque[Weights] = deque()
         if any(nn.parameter.is_lazy(tensor) for tensor in _tensors_of(self._trained).values()):
             raise ConfigurationError("the policy has lazy parameters that are not initialised: run it once before")
         if isinstance(own, nn.Module) and _share_memory(own, self._trained):
             _give_copy(base)
-        collecting = getattr(base, "policy", None)
-        self._collecting = collecting if isinstance(collecting, nn.Module) else nn.Module()
-        self._check_names(_tensors_of(self._trained), _tensors_of(self._collecting))
+        self._collecting = nn.Module()
+        if isinstance(own, nn.Module):
+            self._collecting = base.policy
+        _check_weights(_tensors_of(self._trained), _tensors_of(self._collecting))
 
-    def copy_weights(self, given: Any = None, into: Weights | None = None) -> Weights:
-        """Return a copy of the trained policy's weights as they are now.
+    def select_weights(self, given: Any = None) -> Tensors:
+        """Return the tensors to copy weights from: those of the trained policy, not copied.
 
         Args:
-            given: A module, a TensorDict or a state dict whose weights come in place of the trained policy's.
-            into: A copy that nobody uses any more, to be overwritten.
+            given: A module, a TensorDict or a state dict with weights to use instead of the trained policy's.
 
         Raises:
-            StateMismatchError: If `given` has weights that the policy does not have.
+            StateMismatchError: If `given` has weights that the policy does not have, or with other shapes.
         """
         source = _tensors_of(self._trained)
-        if given is not None:
-            given = _as_tensors(given)
-            self._check_names(given, source, all_of=False)
-            source = {**source, **given}
-        into = into or (self._free.popleft() if self._free else None)
+        if given is None:
+            return source
+        given = _as_tensors(given)
+        _check_weights(given, source, require_all=False)
+        return {**source, **given}
+
+    def copy_weights(self, source: Tensors, into: Weights | None = None) -> Weights:
+        """Return a copy of weights as they are now.
+
+        Args:
+            source: What `select_weights` returned.
+            into: A copy that is no longer needed, to be overwritten.
+        """
+        if into is None and self._free:
+            into = self._free.popleft()
         if into is None:
             tensors = {name: torch.empty_like(tensor, requires_grad=False) for name, tensor in source.items()}
         else:
@@ -96,28 +186,22 @@ class FrozenPolicy:
         with torch.no_grad():
             for name, tensor in source.items():
                 tensors[name].copy_(tensor)
-        return Weights(tensors, [module.training for module in self._trained.modules()], Fence(self._cuda))
+        return Weights(tensors, _training_flags(self._trained), Fence(self._cuda))
 
     def load(self, weights: Weights) -> None:
-        """Collect with these weights from now on; their memory is reused."""
+        """Collect with these weights from now on. Their memory is reused."""
         weights.fence.wait()
         target = _tensors_of(self._collecting)
         with torch.no_grad():
             for name, tensor in weights.tensors.items():
                 target[name].copy_(tensor)
         modules = list(self._collecting.modules())
+        # A collector may wrap its policy in more modules than the trained one has.
         if len(modules) == len(weights.training):
             for module, training in zip(modules, weights.training, strict=True):
                 module.training = training
         weights.fence = Fence(self._cuda)
         self._free.append(weights)
-
-    def weights_to_state(self, weights: Weights | None) -> dict[str, Any] | None:
-        """Return weights as plain data, copied; None for None."""
-        if weights is None:
-            return None
-        tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
-        return {"tensors": tensors, "training": list(weights.training)}
 
     def weights_from_state(self, state: Mapping[str, Any] | None) -> Weights | None:
         """Return weights from plain data, copied; None for None.
@@ -128,50 +212,68 @@ class FrozenPolicy:
         if state is None:
             return None
         source = _tensors_of(self._trained)
-        self._check_names(state["tensors"], source)
+        _check_weights(state["tensors"], source)
         tensors = {name: state["tensors"][name].to(tensor.device, copy=True) for name, tensor in source.items()}
         return Weights(tensors, list(state["training"]), Fence(self._cuda))
 
     def collecting_weights(self) -> Weights:
         """Return a copy of the weights that collect."""
         tensors = {name: tensor.detach().clone() for name, tensor in _tensors_of(self._collecting).items()}
-        return Weights(tensors, [module.training for module in self._collecting.modules()], Fence(self._cuda))
+        return Weights(tensors, _training_flags(self._collecting), Fence(self._cuda))
 
-    @staticmethod
-    def _check_names(given: Mapping[str, Any], expected: Mapping[str, Any], *, all_of: bool = True) -> None:
-        unknown = sorted(given.keys() - expected.keys())
-        missing = sorted(expected.keys() - given.keys()) if all_of else []
-        if unknown or missing:
-            raise StateMismatchError(
-                f"weights of another policy: unexpected {unknown or 'none'}, missing {missing or 'none'}"
-            )
+
+def called_policy(base: Any) -> nn.Module | None:
+    """Return the module that a collector calls to act, or None if its policy is not a module."""
+    # TorchRL may wrap the policy. What it calls is this attribute, which may be the policy itself.
+    for policy in (getattr(base, "_wrapped_policy_uncompiled", None), getattr(base, "policy", None)):
+        if isinstance(policy, nn.Module):
+            return policy
+    return None
 
 
 def hook_randomness(base: Any, randomness: PrivateRandomness) -> list[Any]:
-    """Let a collector's policy draw from generators of its own; returns the hooks, which can be removed.
+    """Make a collector's policy draw from private generators; returns the hooks, which can be removed.
 
     Raises:
-        ConfigurationError: If the policy is not a module, so that nothing can be hooked to it.
+        ConfigurationError: If the policy is not a module, so that it has no hooks.
     """
-    policy = getattr(base, "_wrapped_policy_uncompiled", None)  # what TorchRL calls; it may be the policy itself
-    policy = policy if isinstance(policy, nn.Module) else getattr(base, "policy", None)
-    if not isinstance(policy, nn.Module):
+    policy = called_policy(base)
+    if policy is None:
+        kind = type(getattr(base, "policy", None)).__name__
         raise ConfigurationError(
-            f"rng is 'policy', but the policy of {type(base).__name__} is a {type(policy).__name__}, expected a torch "
-            "module; rng='all' does without"
+            f"rng is 'policy', but the policy of {type(base).__name__} is a {kind}, expected a torch module; "
+            "rng='all' works with any policy"
         )
+
+    entered: list[PrivateRandomness] = []
 
     def enter(*_: Any) -> None:
         randomness.__enter__()  # type: ignore[no-untyped-call]
+        entered.append(randomness)
 
     def leave(*_: Any) -> None:
-        randomness.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        # torch calls this also if another hook raised before `enter`.
+        if entered:
+            entered.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     return [policy.register_forward_pre_hook(enter), policy.register_forward_hook(leave, always_call=True)]
 
 
+def _find_trained(base: Any) -> nn.Module | None:
+    """Return the policy that a user of this collector trains, or None if that is not a module."""
+    # TorchRL keeps the original here if it had to copy it to another device.
+    for policy in (getattr(base, "_orig_policy", None), getattr(base, "policy", None)):
+        if isinstance(policy, nn.Module):
+            return policy
+    return None
+
+
 def _tensors_of(policy: nn.Module) -> Tensors:
     return {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
+
+
+def _training_flags(policy: nn.Module) -> list[bool]:
+    return [module.training for module in policy.modules()]
 
 
 def _as_tensors(given: Any) -> Tensors:
@@ -180,6 +282,23 @@ def _as_tensors(given: Any) -> Tensors:
     if is_tensordict(given):
         return dict(given.flatten_keys(".").items())
     return dict(given)
+
+
+def _check_weights(given: Mapping[str, Any], expected: Mapping[str, Any], *, require_all: bool = True) -> None:
+    """Raise `StateMismatchError` if weights are those of another policy."""
+    unknown = sorted(given.keys() - expected.keys())
+    missing = []
+    if require_all:
+        missing = sorted(expected.keys() - given.keys())
+    if unknown or missing:
+        raise StateMismatchError(
+            f"weights of another policy: unexpected {unknown or 'none'}, missing {missing or 'none'}"
+        )
+    for name, tensor in given.items():
+        # Copying would broadcast some of these without an error.
+        if tensor.shape != expected[name].shape:
+            shapes = f"{tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
+            raise StateMismatchError(f"weights of another policy: the shape of {name!r} is {shapes}")
 
 
 def _storages(policy: nn.Module) -> set[int]:
@@ -191,17 +310,31 @@ def _share_memory(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _give_copy(base: Any) -> None:
-    """Replace a collector's policy, under each name it is kept by, with one and the same deep copy.
+    """Replace a collector's policy by a deep copy.
 
-    TorchRL keeps it several times: as it was given, as it is called, and as its state is read.
+    TorchRL refers to the policy by several names: as it was given, as it is called, and as its state is read. All of
+    them get the same copy. If the policy cannot be copied, then the collector stays as it is.
     """
     memo: dict[int, Any] = {}
+    copies = {}
     for name, value in _policies_of(base):
-        frozen = copy.deepcopy(value, memo).requires_grad_(requires_grad=False)
+        try:
+            copies[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigurationError(
+                f"the {type(value).__name__} cannot be copied, but collecting needs a copy of the policy that training "
+                f"does not change ({reason}): remove what cannot be copied, or pass the trained policy as policy= and "
+                "give the base another instance"
+            ) from error
+    for name, frozen in copies.items():
+        frozen.requires_grad_(requires_grad=False)
         frozen.zero_grad(set_to_none=True)
+        _frozen_policies.add(frozen)
         setattr(base, name, frozen)
     if hasattr(base, "_wrapped_policy_maybe_compiled"):
-        base._wrapped_policy_maybe_compiled = None  # made anew from the copy when it is called
+        # TorchRL creates it from the copy at the next call.
+        base._wrapped_policy_maybe_compiled = None
 
 
 def _policies_of(base: Any) -> Iterator[tuple[str, nn.Module]]:

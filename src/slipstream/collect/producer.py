@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from slipstream.batches import Batch, stamp
+from slipstream.batches import Batch, from_state, stamp, to_state
 from slipstream.collect.batches import BatchMemory, Leaves
-from slipstream.collect.policy import FrozenPolicy, Weights
-from slipstream.collect.streams import Fence
+from slipstream.collect.modes import ModeGuard
+from slipstream.collect.policy import Fence, FrozenPolicy, Weights, side_stream, weights_to_state
+from slipstream.collect.randomness import PrivateRandomness
 from slipstream.errors import BackgroundError, ConfigurationError
 
 
@@ -32,6 +34,10 @@ class Order:
     weights: Weights | None
     fence: Fence
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the version and the weights as plain data, copied."""
+        return {"version": self.version, "weights": weights_to_state(self.weights)}
+
 
 @dataclass
 class Item:
@@ -49,6 +55,10 @@ class Item:
     fence: Fence
     memory: Leaves = field(default_factory=dict)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the batch and its version as plain data, copied."""
+        return {"version": self.version, "batch": to_state(self.batch)}
+
 
 class BatchProducer:
     """Collects one batch per order from a base collector. Called by one thread at a time.
@@ -57,6 +67,7 @@ class BatchProducer:
         base: The base collector, an iterable of batches.
         policy: Loads the weights of an order into the policy of the base.
         memory: Copies batches into memory that the base does not reuse.
+        modes: Raises if tensordict's modes change during collection.
         cuda: The CUDA device of the base, if any.
 
     Attributes:
@@ -64,12 +75,15 @@ class BatchProducer:
         last_fence: The position of the collecting thread in its CUDA stream after its last batch.
     """
 
-    def __init__(self, base: Any, policy: FrozenPolicy, memory: BatchMemory, cuda: torch.device | None) -> None:
+    def __init__(
+        self, base: Any, policy: FrozenPolicy, memory: BatchMemory, modes: ModeGuard, cuda: torch.device | None
+    ) -> None:
         self.collect_s = 0.0
         self.last_fence: Fence | None = None
         self._base = base
         self._policy = policy
         self._memory = memory
+        self._modes = modes
         self._cuda = cuda
         self._iterator: Iterator[Batch] | None = None
 
@@ -85,7 +99,8 @@ class BatchProducer:
             BackgroundError: If the base raised; `__cause__` is its exception.
         """
         try:
-            return self._collect(order)
+            with self._modes.collecting():
+                return self._collect(order)
         except (StopIteration, KeyboardInterrupt):
             # Only the main thread receives KeyboardInterrupt. It collects if no thread can be started.
             raise
@@ -95,6 +110,20 @@ class BatchProducer:
         finally:
             # Also after an error: the consumer may read the environment, which the stream may still be changing.
             self.last_fence = Fence(self._cuda)
+
+    def load_item(self, state: Mapping[str, Any]) -> Item:
+        """Return a batch from what `Item.state_dict` returned."""
+        batch, memory = self._memory.own(from_state(state["batch"]))
+        return Item(stamp(batch, state["version"]), state["version"], Fence(self._cuda), memory)
+
+    def load_order(self, index: int, state: Mapping[str, Any]) -> Order:
+        """Return an order from what `Order.state_dict` returned.
+
+        Raises:
+            StateMismatchError: If it has the weights of another policy.
+        """
+        weights = self._policy.weights_from_state(state["weights"])
+        return Order(index, state["version"], weights, Fence(self._cuda))
 
     def _collect(self, order: Order) -> Item:
         order.fence.wait()
@@ -108,6 +137,29 @@ class BatchProducer:
         batch, memory = self._memory.own(next(self._iterator))
         self.collect_s += time.perf_counter() - began
         return Item(stamp(batch, order.version), order.version, Fence(self._cuda), memory)
+
+
+def make_context(
+    cuda: torch.device | None, randomness: PrivateRandomness | None
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return a function that creates the context of a collecting thread.
+
+    Args:
+        cuda: The CUDA device to use a separate stream of, if any.
+        randomness: Where everything on the thread draws random numbers from, unless None.
+    """
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with side_stream(cuda), randomness or contextlib.nullcontext():
+            yield
+
+    return context
+
+
+def devices_of(base: Any) -> list[torch.device | None]:
+    """Return the devices that a TorchRL collector uses."""
+    return [getattr(base, name, None) for name in ("policy_device", "env_device", "storing_device")]
 
 
 def check_base(base: Any, *, separate_random_numbers: bool) -> None:

@@ -17,24 +17,25 @@ if TYPE_CHECKING:
 
 
 class SerialCollector:
-    """Flies a policy in an environment and yields rollouts, without end unless told how many.
+    """Run a policy in an environment and yield rollouts.
 
-    Each rollout begins where the last one ended; environments that are done are reset in between. A rollout is memory
-    of its own, which this never touches again. Unlike TorchRL's collectors, its `state_dict` is all it takes to go on
-    exactly: besides the environment's state it holds what was observed last.
+    Each rollout begins where the last one ended; environments that are done are reset in between. A rollout has
+    separate memory that never changes later. Unlike the state of TorchRL's collectors, `state_dict` is sufficient to
+    resume exactly: it contains the environment's state and the last observation.
 
     Args:
         env: A TorchRL environment with one batch axis.
-        policy: Reads an observation and writes an action, into the same TensorDict.
-        num_steps: How many steps of each environment make a rollout.
-        total_rollouts: After how many to stop; none by default. Those before a `load_state_dict` count.
-        before_rollout: Called before each rollout with the number of those collected so far, on the thread that
-            collects: the place for schedules that change the environment.
+        policy: Reads an observation from a TensorDict and writes an action into it.
+        num_steps: Number of steps of each environment per rollout.
+        total_rollouts: Number of rollouts after which to stop, including those before a `load_state_dict`; None is
+            unlimited.
+        before_rollout: Called before each rollout with the number of rollouts so far, on the thread that collects. Use
+            it for schedules that change the environment.
 
     Attributes:
         env: The environment.
-        policy: What flies it.
-        num_rollouts: How many there were.
+        policy: The policy.
+        num_rollouts: Number of rollouts so far.
 
     Raises:
         ConfigurationError: If a number is out of range.
@@ -47,7 +48,8 @@ class SerialCollector:
         [torch.Size([2, 4])]
     """
 
-    return_same_td = False  # which tells PipelinedDataCollector that rollouts need not be copied
+    # Tells PipelinedDataCollector that rollouts need not be copied.
+    return_same_td = False
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class SerialCollector:
         return self.env.set_seed(seed, static_seed=static_seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this is: copies of the environment's state and of what was observed last."""
+        """Return the position: copies of the environment's state and of the last observation."""
         return {
             "num_rollouts": self.num_rollouts,
             "env": self.env.state_dict(),
@@ -103,10 +105,10 @@ class SerialCollector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another collector of such an environment was.
+        """Continue from the position that `state_dict` returned.
 
         Raises:
-            StateMismatchError: If it was another environment.
+            StateMismatchError: If the state is incomplete, or belongs to another environment.
         """
         missing = {"num_rollouts", "env", "seen"} - set(state)
         if missing:
