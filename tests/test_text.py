@@ -8,7 +8,6 @@ import pytest
 
 from slipstream import text
 from slipstream.text import (
-    align_columns,
     format_bandwidth,
     format_bytes,
     format_count,
@@ -88,10 +87,6 @@ def test_a_ratio_of_nothing_is_a_dash():
 def test_counts_have_separators_and_nouns_a_plural():
     assert [format_count(1589248.0), format_count(1e20)] == ["1,589,248", "1e+20"]
     assert [plural(0, "step"), plural(1, "step"), plural(2000, "step")] == ["0 steps", "1 step", "2,000 steps"]
-
-
-def test_columns_of_numbers_end_where_their_header_does():
-    assert align_columns(("a", "b"), [("long", "1"), ("x", "22")]) == ["a      b", "long   1", "x     22"]
 
 
 def load_copy(folder: Path):

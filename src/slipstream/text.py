@@ -123,32 +123,6 @@ def list_first(names: Sequence[str], most: int = 3) -> str:
     return text
 
 
-def align_columns(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
-    """Return a table as lines of text.
-
-    Args:
-        header: Name of each column.
-        rows: Cells, as many in each row as the header has.
-        num_left: How many columns are aligned to the left; the others, usually numbers, to the right.
-
-    Example:
-        >>> align_columns(["key", "size"], [["lidar", "57.3 MB"]])
-        ['key       size', 'lidar  57.3 MB']
-    """
-    table = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = []
-        for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            if number < num_left:
-                cells.append(cell.ljust(width))
-            else:
-                cells.append(cell.rjust(width))
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
 def install_hint(extra: str) -> str:
     """Return the command that installs one of Slipstream's extras.
 

@@ -8,106 +8,116 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.cli.units import parse_bandwidth, parse_shape, parse_size
+from slipstream.checks import require_positive
+from slipstream.cli.options import JsonOption
 from slipstream.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slipstream.rollout.advice import Advice
+    from slipstream.rollout.advise import Advice
 
-EXAMPLE = "slipstream advise runs/a --iteration-seconds 2.5 --memory-limit 4GB"
+EXAMPLE = "slipstream advise runs/a --iteration-seconds 2.5 --memory-limit-gb 4"
 
 
 def advise(
     path: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="PATH",
-            help="A saved batch, .slip or .pt, or a run folder; without it and --shape, NavRL's shapes are made up.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="PATH", help="A batch (.slip or .pt file), or a run folder.", show_default=False),
     ] = None,
     *,
     iteration_seconds: Annotated[
-        float | None, typer.Option(help="How long an iteration of your training takes: turns costs into percent.")
+        float | None, typer.Option(help="How long a training iteration takes. By default from the run folder.")
     ] = None,
     step_seconds: Annotated[float | None, typer.Option(help="How long the update of one minibatch takes.")] = None,
-    epochs: Annotated[int, typer.Option(help="How often an iteration reads a batch.")] = 4,
-    minibatches: Annotated[int, typer.Option(help="In how many parts each time.")] = 16,
-    memory_limit: Annotated[
-        str | None, typer.Option(help="How much memory rollouts may take: 4GB, 512MiB.", show_default=False)
+    epochs: Annotated[int, typer.Option(help="How often an iteration reads the batch.")] = 4,
+    minibatches: Annotated[int, typer.Option(help="Number of minibatches per epoch.")] = 16,
+    memory_limit_gb: Annotated[
+        float | None, typer.Option(help="Memory that rollouts may take on the device, in GB (10^9 bytes).")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="You want to keep rollouts.")] = False,
-    interval: Annotated[int, typer.Option(help="Every how many iterations one would be kept.")] = 100,
-    bandwidth: Annotated[str, typer.Option(help="Of a network: 1Gbit, 100Mbit/s, 125MB/s.")] = "1Gbit",
-    device: Annotated[str, typer.Option(help="Where training is.")] = "cpu",
+    interval: Annotated[int, typer.Option(help="Number of iterations between saved rollouts.")] = 100,
+    bandwidth_mb_s: Annotated[float, typer.Option(help="Bandwidth of a network in MB/s; 125 is 1 Gbit/s.")] = 125.0,
+    device: Annotated[str, typer.Option(help="The device that trains.")] = "cpu",
     folder: Annotated[
-        Path | None, typer.Option(help="Where rollouts would be kept, to measure that disk.", show_default=False)
+        Path | None, typer.Option(help="A folder on the disk for rollouts, to measure it.", show_default=False)
     ] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(help="A tensor of a batch to make up: lidar=36x4:float32. May be repeated.", show_default=False),
-    ] = None,
-    num_envs: Annotated[int, typer.Option(help="How many environments a batch made up has.")] = 1024,
-    num_steps: Annotated[int, typer.Option(help="How many steps of each.")] = 32,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Say which plan suits a batch: A no compression, B rollouts kept on disk, C rollouts packed in memory.
+    """Recommend a plan for rollouts: A no compression, B rollouts saved to disk, C rollouts packed in memory.
 
-    Measures packing, saving and reading on this machine, and explains the choice.
+    Measures packing, saving and reading your batch on this machine, and explains the choice. For rollouts to keep:
+    slipstream advise batch.pt --keep --interval 50. For a network of 100 Mbit/s: slipstream advise
+    rollout_000100.slip --bandwidth-mb-s 12.5.
     """
-    if path is not None and shape:
-        raise ConfigurationError(f"both {path} and --shape were given, expected one of them")
-    shapes = dict(parse_shape(text, "--shape") for text in shape or ())
-    limit = None if memory_limit is None else parse_size(memory_limit, "--memory-limit")
-    bandwidth_bytes_s = parse_bandwidth(bandwidth, "--bandwidth")
+    if path is None:
+        raise ConfigurationError(
+            f"no batch was given; give a .slip or .pt file of one, or a run folder, for example: {EXAMPLE}"
+        )
+    options = {
+        "--iteration-seconds": iteration_seconds,
+        "--step-seconds": step_seconds,
+        "--memory-limit-gb": memory_limit_gb,
+        "--bandwidth-mb-s": bandwidth_mb_s,
+    }
+    for name, value in options.items():
+        if value is not None:
+            require_positive(name, value)
+    memory_limit_bytes = None
+    if memory_limit_gb is not None:
+        memory_limit_bytes = memory_limit_gb * 1e9
 
     from slipstream.cli.output import print_json
-    from slipstream.rollout.advice import advise as measure_and_decide
+    from slipstream.rollout.advise import advise as measure_and_decide
 
     advice = measure_and_decide(
-        path or shapes or None,
+        path,
         iteration_s=iteration_seconds,
         step_s=step_seconds,
         epochs=epochs,
         minibatches=minibatches,
-        memory_limit_bytes=limit,
+        memory_limit_bytes=memory_limit_bytes,
         keep_rollouts=keep,
         rollout_save_interval=interval,
-        bandwidth_bytes_s=bandwidth_bytes_s,
+        bandwidth_bytes_s=bandwidth_mb_s * 1e6,
         device=device,
         folder=folder,
-        num_envs=num_envs,
-        num_steps=num_steps,
         progress=_report_progress,
     )
-    print_json(advice.to_json()) if json else _show(advice)
+    if json:
+        print_json(advice.to_json())
+    else:
+        _print(advice)
 
 
-def _report_progress(sentence: str) -> None:
-    typer.echo(f"measuring: {sentence}", err=True)
+def _report_progress(phrase: str) -> None:
+    typer.echo(f"measuring: {phrase}", err=True)
 
 
-def _show(advice: Advice) -> None:
+def _print(advice: Advice) -> None:
+    from slipstream.cli import advice_text as text
     from slipstream.cli.output import print_lines, print_table
-    from slipstream.rollout.advice import KEY_COLUMNS, PLAN_COLUMNS, key_cells, plan_cells
 
-    print_lines(*advice.introduction())
-    print_table(_table(PLAN_COLUMNS, [plan_cells(plan) for plan in advice.plans], left=2))
-    print_table(_table(KEY_COLUMNS, [key_cells(key) for key in advice.measured.keys], left=3))
-    print_lines(*advice.speeds(), *advice.transfer(), *advice.caveats(), "", *advice.reasons())
+    print_lines(*text.introduction(advice))
+    plan_rows = [text.plan_row(advice, plan) for plan in advice.plans]
+    print_table(_table(text.PLAN_COLUMNS, plan_rows, num_left=2))
+    key_rows = [text.key_row(key) for key in advice.measured.keys]
+    print_table(_table(text.KEY_COLUMNS, key_rows, num_left=3))
+    print_lines(*text.speeds(advice), text.network(advice), *text.caveats(advice), "")
+    print_lines(*text.questions(advice), *text.reasons(advice), text.headline(advice))
 
 
-def _table(header: tuple[str, ...], rows: list[list[str]], left: int) -> Table:
+def _table(header: tuple[str, ...], rows: list[list[str]], num_left: int) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from slipstream.cli.output import plain
 
     table = Table(box=SIMPLE_HEAD)
-    for number, column in enumerate(header):
-        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
+    for column in header[:num_left]:
+        table.add_column(column, no_wrap=True)
+    for column in header[num_left:]:
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*map(plain, row))
     return table
