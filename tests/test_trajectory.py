@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.trajectory import (
     SharedNext,
+    copy_next,
     exception_numbers,
     exception_rows,
     find_breaks,
@@ -131,6 +132,20 @@ def test_scattered_steps_are_those_of_next(pair, data):
     numbers = exception_numbers(shared.breaks)
     found = gather_next(shared.whole, numbers, shared.exceptions, places[:, 0], places[:, 1])
     assert same(found, after[places[:, 0], places[:, 1]])
+
+
+@settings(max_examples=100, deadline=None)
+@given(pairs(), st.data())
+def test_whole_environments_are_copied_as_next(pair, data):
+    root, after = pair
+    shared = SharedNext.of(root, after)
+    if shared is None:
+        return
+    first, last = sorted(data.draw(st.tuples(st.integers(0, len(root)), st.integers(0, len(root)))))
+    numbers = exception_numbers(shared.breaks)[first:last]
+    out = np.zeros_like(after[first:last])
+    copy_next(shared.whole[first:last], numbers, shared.exceptions, out)
+    assert same(out, after[first:last])
 
 
 @settings(max_examples=100, deadline=None)

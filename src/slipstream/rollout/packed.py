@@ -1,0 +1,316 @@
+"""The arrays of a rollout, packed in memory in groups of environments, and a bounded cache of decoded groups. No torch.
+
+Reading some steps decodes the groups of their environments and copies the steps from there. Whole environments are
+copied as slices, scattered steps by fancy indexing, which takes about twice as long per step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.codecs import Codec
+from slipstream.rollout.files import codec_for
+from slipstream.rollout.layout import Field, Key, Layout, Rollout, as_key
+from slipstream.store.writer import check_payload
+from slipstream.threads import parallel_each, parallel_map
+from slipstream.trajectory import copy_next, exception_numbers, gather_next
+
+# Size of a group of the largest array: reading a single step decodes that much.
+_GROUP_BYTES = 512 << 10
+# An array that does not shrink below this share stays raw: decoding it would cost more than its memory.
+_WORTHWHILE = 0.9
+# Arrays below this share of the batch stay raw.
+_SMALL = 1 / 32
+
+Codecs = dict[str, Codec | None]
+"""How the arrays of an earlier batch were packed, by name; None for arrays that were not worth packing."""
+
+
+@dataclass(frozen=True)
+class PackedArray:
+    """An array ``[environment, step, ...]``, encoded in groups of environments."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    group: int
+    codec: Codec
+    payloads: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, name: str, array: NDArray[Any], codec: Codec, group: int, *, verify: bool) -> PackedArray:
+        """Encode an array; `verify` decodes every group again and raises `CodecError` if a bit differs."""
+
+        def encode(start: int) -> bytes:
+            part = array[start : start + group]
+            payload = codec.encode(part)
+            if verify:
+                check_payload(name, codec, payload, part)
+            return payload
+
+        starts = range(0, len(array), group)
+        return cls(array.dtype, array.shape, group, codec, tuple(parallel_map(encode, starts)))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the encoded groups."""
+        return sum(map(len, self.payloads))
+
+    def decode(self, number: int) -> NDArray[Any]:
+        """Return the environments of a group, in new memory."""
+        num_envs = min(self.group, self.shape[0] - number * self.group)
+        array = np.empty((num_envs, *self.shape[1:]), self.dtype)
+        self.codec.decode(self.payloads[number], array)
+        return array
+
+
+class GroupCache:
+    """An LRU cache of decoded groups, bounded in bytes. Thread-safe; a pickled cache is loaded empty."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.hits = 0
+        self.misses = 0
+        self._groups: OrderedDict[tuple[str, int], NDArray[Any]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, name: str, packed: PackedArray, number: int) -> NDArray[Any]:
+        """Return a group of an array, decoded now or earlier. The caller must not change it."""
+        with self._lock:
+            found = self._groups.get((name, number))
+            if found is not None:
+                self._groups.move_to_end((name, number))
+                self.hits += 1
+                return found
+            self.misses += 1
+        # Decode without the lock. Two threads may decode the same group; the first result is kept.
+        array = packed.decode(number)
+        with self._lock:
+            if array.nbytes <= self.max_bytes and (name, number) not in self._groups:
+                self._groups[name, number] = array
+                self._bytes += array.nbytes
+                while self._bytes > self.max_bytes:
+                    self._bytes -= self._groups.popitem(last=False)[1].nbytes
+        return array
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the decoded groups."""
+        return self._bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GroupCache, (self.max_bytes,)
+
+
+@dataclass(frozen=True)
+class PackedArrays:
+    """The arrays of a rollout, which all views of a compressed rollout share. Nothing in it changes but the cache.
+
+    Attributes:
+        layout: Which arrays hold which tensors.
+        group: Number of environments that are packed together.
+        packed: The packed arrays by name.
+        raw: The other arrays by name.
+        exceptions: For each mask of exceptions, the row of the exception of every step, or -1.
+        cache: Groups that were decoded last.
+    """
+
+    layout: Layout
+    group: int
+    packed: dict[str, PackedArray]
+    raw: dict[str, NDArray[Any]]
+    exceptions: dict[str, NDArray[np.int32]]
+    cache: GroupCache
+
+    @classmethod
+    def pack(
+        cls,
+        rollout: Rollout,
+        level: int,
+        *,
+        compress_keys: Sequence[str | Key] | None,
+        cache_bytes: int | None,
+        group_envs: int | None,
+        verify: bool,
+        codecs: Codecs | None = None,
+    ) -> PackedArrays:
+        """Pack the arrays of a rollout; the arguments are those of `CompressedTensorDict`.
+
+        Args:
+            rollout: The arrays. Those that stay raw are kept and not copied.
+            level: zstd level.
+            compress_keys: Keys to pack; None packs what is worth it.
+            cache_bytes: Size of the cache; None means 1/16 of the batch.
+            group_envs: Number of environments in a group; None chooses it by size.
+            verify: Whether to decode everything once and compare.
+            codecs: Decisions made for an earlier, similar batch. Decisions made here are added.
+        """
+        layout = rollout.layout
+        if codecs is None:
+            codecs = {}
+        if cache_bytes is None:
+            cache_bytes = layout.raw_bytes // 16
+        group = group_envs
+        if group is None:
+            group = _choose_group(rollout)
+        chosen = _choose_arrays(layout, compress_keys)
+        packed: dict[str, PackedArray] = {}
+        raw: dict[str, NDArray[Any]] = {}
+        for name, array in rollout.arrays.items():
+            is_small = compress_keys is None and array.nbytes < _SMALL * layout.raw_bytes
+            if name in chosen and not is_small and name not in codecs:
+                codecs[name] = codec_for(rollout, name, level)
+            codec = codecs.get(name)
+            if name not in chosen or is_small or codec is None:
+                raw[name] = array
+                continue
+            candidate = PackedArray.of(name, array, codec, group, verify=verify)
+            if compress_keys is None and candidate.nbytes > _WORTHWHILE * array.nbytes:
+                codecs[name] = None
+                raw[name] = array
+            else:
+                packed[name] = candidate
+        # Minibatches look exceptions up by step, so keep row numbers instead of masks.
+        exceptions: dict[str, NDArray[np.int32]] = {}
+        for field in layout.fields:
+            if field.mask is not None and field.mask not in exceptions:
+                exceptions[field.mask] = exception_numbers(raw.pop(field.mask))
+        return cls(layout, group, packed, raw, exceptions, GroupCache(cache_bytes))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of packed and raw arrays, without the cache."""
+        total = 0
+        for packed in self.packed.values():
+            total += packed.nbytes
+        for array in self.raw.values():
+            total += array.nbytes
+        return total
+
+    def read(self, fields: Sequence[Field], steps: NDArray[np.intp] | slice) -> list[NDArray[Any]]:
+        """Read steps of some fields into new memory. Thread-safe.
+
+        At most one group of each array is decoded per thread at a time, besides what is in the cache.
+
+        Args:
+            fields: The fields. Those that share an array decode it once.
+            steps: Numbers of steps, ``environment * num_steps + time``; or consecutive environments, whole.
+
+        Returns:
+            Arrays ``[step, ...]``, one for each field.
+        """
+        if isinstance(steps, slice):
+            return self._read_envs(fields, steps)
+        outs = [np.empty((len(steps), *field.shape), field.dtype.carrier) for field in fields]
+
+        def fill(pick: _Pick) -> None:
+            groups: dict[str, NDArray[Any]] = {}
+            for field, out in zip(fields, outs, strict=True):
+                whole = self._group(field.array, pick.group, groups)
+                if field.mask is None or field.rows is None:
+                    out[pick.position] = whole[pick.env, pick.step]
+                    continue
+                numbers = self.exceptions[field.mask][self._envs(pick.group)]
+                out[pick.position] = gather_next(whole, numbers, self.raw[field.rows], pick.env, pick.step)
+
+        parallel_each(fill, _picks(steps, self.layout.num_steps, self.group))
+        return outs
+
+    def _read_envs(self, fields: Sequence[Field], envs: slice) -> list[NDArray[Any]]:
+        """Read consecutive environments; slices copy twice as fast as the indices of every step."""
+        num_envs = envs.stop - envs.start
+        num_steps = self.layout.num_steps
+        outs = [np.empty((num_envs, num_steps, *field.shape), field.dtype.carrier) for field in fields]
+
+        def fill(number: int) -> None:
+            groups: dict[str, NDArray[Any]] = {}
+            # The environments of this group that were asked for, and where they go.
+            first = max(envs.start, number * self.group)
+            last = min(envs.stop, (number + 1) * self.group)
+            inside = slice(first - number * self.group, last - number * self.group)
+            target = slice(first - envs.start, last - envs.start)
+            for field, out in zip(fields, outs, strict=True):
+                whole = self._group(field.array, number, groups)[inside]
+                if field.mask is None or field.rows is None:
+                    out[target] = whole[:, :num_steps]
+                    continue
+                copy_next(whole, self.exceptions[field.mask][first:last], self.raw[field.rows], out[target])
+
+        if num_envs:
+            parallel_each(fill, range(envs.start // self.group, -(-envs.stop // self.group)))
+        flat = []
+        for field, out in zip(fields, outs, strict=True):
+            flat.append(out.reshape(num_envs * num_steps, *field.shape))
+        return flat
+
+    def _envs(self, group: int) -> slice:
+        return slice(group * self.group, (group + 1) * self.group)
+
+    def _group(self, name: str, number: int, known: dict[str, NDArray[Any]]) -> NDArray[Any]:
+        """Return the environments of a group, whether they are packed or raw; `known` are those of this read."""
+        if name not in self.packed:
+            return self.raw[name][self._envs(number)]
+        if name not in known:
+            known[name] = self.cache.get(name, self.packed[name], number)
+        return known[name]
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """The steps of a minibatch that are in one group: where they are there, and where they go."""
+
+    group: int
+    env: NDArray[np.intp]
+    step: NDArray[np.intp]
+    position: NDArray[np.intp]
+
+
+def _picks(numbers: NDArray[np.intp], num_steps: int, group: int) -> list[_Pick]:
+    """Sort the numbers of steps by the group of environments they are in."""
+    env, step = np.divmod(numbers, max(1, num_steps))
+    number, inside = np.divmod(env, group)
+    order = np.argsort(number, kind="stable")
+    # Where the group changes, the next pick begins.
+    borders = np.flatnonzero(np.diff(number[order])) + 1
+    picks = []
+    if not order.size:
+        return []
+    for position in np.split(order, borders):
+        group_number = int(number[position[0]])
+        picks.append(_Pick(group_number, inside[position], step[position], position))
+    return picks
+
+
+def _choose_group(rollout: Rollout) -> int:
+    """Return how many environments to pack together."""
+    largest = 1
+    for array in rollout.arrays.values():
+        largest = max(largest, array[:1].nbytes)
+    return max(1, min(rollout.layout.num_envs, _GROUP_BYTES // largest))
+
+
+def _choose_arrays(layout: Layout, compress_keys: Sequence[str | Key] | None) -> set[str]:
+    """Return the arrays to pack: those of the given keys, with or without their ``next``; all fields by default."""
+    if compress_keys is None:
+        return {field.array for field in layout.fields}
+    if isinstance(compress_keys, str):
+        compress_keys = [compress_keys]
+    chosen: set[str] = set()
+    for key in compress_keys:
+        path = as_key(key)
+        found: set[str] = set()
+        for field in layout.fields:
+            if path in (field.key[: len(path)], field.key[1 : len(path) + 1]):
+                found.add(field.array)
+        if not found:
+            known = ", ".join(field.name for field in layout.fields[:8])
+            raise KeyError(f"compress_keys has {'/'.join(path)!r}, which the batch has not; it has {known}")
+        chosen.update(found)
+    return chosen
