@@ -198,10 +198,10 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "checkpoints_v1").exists():
         write_checkpoints(folder / "checkpoints_v1")
-    if not (folder / "replay_episodes_v1").exists():
-        episodes().save(folder / "replay_episodes_v1")
-    if not (folder / "replay_storage_v1").exists():
-        replay_buffer().storage.dumps(folder / "replay_storage_v1")
+    if not (folder / "replay_episodes_v2").exists():
+        episodes().save(folder / "replay_episodes_v2")
+    if not (folder / "replay_storage_v2").exists():
+        replay_buffer().storage.dumps(folder / "replay_storage_v2")
     if not (folder / "images_v1.json").exists():
         packed = {name: compress_image(image).hex() for name, image in images().items()}
         (folder / "images_v1.json").write_text(json.dumps(packed, indent=1) + "\n")

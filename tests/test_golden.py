@@ -85,26 +85,26 @@ def test_checkpoints_are_still_written_with_the_bytes_of_version_1(tmp_path):
             assert new.values == old.values
 
 
-def test_episodes_of_version_1_load_and_are_still_written_with_the_same_bytes(tmp_path):
-    folder = shutil.copytree(DATA / "replay_episodes_v1", tmp_path / "old")
+def test_episodes_of_version_2_load_and_are_still_written_with_the_same_bytes(tmp_path):
+    folder = shutil.copytree(DATA / "replay_episodes_v2", tmp_path / "old")
     expected = golden.episodes()
     store = EpisodeStore()
     assert store.restore(folder).num_episodes == 3
     assert_same(store.get(np.arange(len(store))), expected.get(np.arange(len(expected))))
     assert_same(store.sample(16), expected.sample(16))
     golden.episodes().save(tmp_path / "new")
-    assert_same_folders(tmp_path / "new", DATA / "replay_episodes_v1")
+    assert_same_folders(tmp_path / "new", DATA / "replay_episodes_v2")
 
 
-def test_a_storage_of_version_1_loads_and_is_still_written_with_the_same_bytes(tmp_path):
-    folder = shutil.copytree(DATA / "replay_storage_v1", tmp_path / "old")
+def test_a_storage_of_version_2_loads_and_is_still_written_with_the_same_bytes(tmp_path):
+    folder = shutil.copytree(DATA / "replay_storage_v2", tmp_path / "old")
     expected = golden.replay_buffer()
     storage = PackedEpisodeStorage(64, ndim=2)
     storage.loads(folder)
     assert len(storage) == len(expected.storage)
     assert_same(storage[:].to_tensordict(), expected.storage[:].to_tensordict())
     expected.storage.dumps(tmp_path / "new")
-    assert_same_folders(tmp_path / "new", DATA / "replay_storage_v1")
+    assert_same_folders(tmp_path / "new", DATA / "replay_storage_v2")
 
 
 def assert_same_folders(one: Path, other: Path) -> None:

@@ -263,7 +263,8 @@ def test_statistics_are_exact():
     stats = store.get_stats()
     row = 3 * 4 + 8 + 1 + 24 * 20 * 3
     assert stats["raw_bytes"] == 59 * row
-    assert stats["packed_bytes"] == store.nbytes == store._log.packed_bytes
+    # Objects and tables count, too.
+    assert stats["packed_bytes"] < store.nbytes == stats["nbytes"] < stats["packed_bytes"] + 59 * 200
     assert stats["compression_ratio"] == stats["raw_bytes"] / stats["packed_bytes"] > 1.5
     store.get([0])
     store.get([0])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import CodecError, OutOfRangeError
-from slipstream.replay.frames import FrameLog
+from slipstream.replay.log import RowLog, UnitCache
 from slipstream.replay.packing import ImageRows, VectorRows, split_evenly
 
 
@@ -39,52 +39,59 @@ def rows_like(kind, count, width, seed):
     st.sampled_from(["noise", "zeros", "slow"]),
     st.integers(0, 2**32 - 1),
 )
-def test_frames_come_back_in_any_order_as_often_as_asked_for(runs, width, kind, seed):
+def test_rows_come_back_in_any_order_as_often_as_asked_for(runs, width, kind, seed):
     total = sum(runs)
     vectors, images = rows_like(kind, total, width, seed), rows_like(kind, total, 4 * width, seed + 1)
-    log = FrameLog([VectorRows(width), ImageRows(4 * width, width)], cache_bytes=seed % 2 * 4096)
+    cache = UnitCache(seed % 2 * 4096)
+    logs = [RowLog(VectorRows(width), cache, 0), RowLog(ImageRows(4 * width, width), cache, 1)]
     half = len(runs) // 2
     for part in (slice(0, half), slice(half, None)):
         chosen = np.array(runs[part], np.int64)
         start = sum(runs[:half]) if part.start else 0
         stop = start + int(chosen.sum())
         if stop > start:
-            log.append([vectors[start:stop], images[start:stop]], chosen)
-    frames = np.random.default_rng(seed).integers(0, total, 64)
+            for log, rows in zip(logs, (vectors, images), strict=True):
+                log.append(log.pack(rows[start:stop], chosen), stop - start)
+    wanted = np.random.default_rng(seed).integers(0, total, 64)
     for _ in range(2):
-        assert np.array_equal(log.fetch(log.locate(0, frames)), vectors[frames])
-        assert np.array_equal(log.fetch(log.locate(1, frames)), images[frames])
-    dropped = seed % (total + 1)
-    log.drop_before(dropped)
-    if dropped < total:
-        rest = np.arange(dropped, total)
-        assert np.array_equal(log.fetch(log.locate(0, rest)), vectors[rest])
-        assert np.array_equal(log.fetch(log.locate(1, rest)), images[rest])
-    if dropped:
-        with pytest.raises(OutOfRangeError, match="were asked for"):
-            log.locate(0, np.array([dropped - 1]))
+        for log, rows in zip(logs, (vectors, images), strict=True):
+            assert np.array_equal(log.fetch(log.locate(wanted)), rows[wanted])
+    first = sum(runs[:half])
+    for log, rows in zip(logs, (vectors, images), strict=True):
+        log.release(np.arange(first))
+        rest = np.arange(first, total)
+        assert np.array_equal(log.fetch(log.locate(rest)), rows[rest])
+        if first:
+            with pytest.raises(OutOfRangeError, match="not all in the log"):
+                log.locate(np.array([first - 1]))
 
 
-def test_dropping_frees_memory_and_what_was_located_is_still_read():
-    log = FrameLog([VectorRows(64)], cache_bytes=0)
+def test_a_segment_is_dropped_when_no_slot_shows_it_and_what_was_located_is_still_read():
+    log = RowLog(VectorRows(64), UnitCache(0), 0)
     rows = rows_like("noise", 400, 64, 0)
-    log.append([rows], np.array([400]))
+    for first in range(0, 400, 100):
+        log.append(log.pack(rows[first : first + 100], np.array([100])), 100)
     before = log.packed_bytes
-    located = log.locate(0, np.arange(10))
-    log.drop_before(300)
-    assert log.packed_bytes < before / 3
+    located = log.locate(np.arange(10))
+    log.release(np.arange(299))
+    assert log.packed_bytes == before / 2
+    assert log.sparse_rows()[0] == 100
     assert np.array_equal(log.fetch(located), rows[:10])
+    log.release(np.array([299]))
+    assert log.packed_bytes == before / 4
+    assert np.array_equal(log.fetch(log.locate(np.arange(300, 400))), rows[300:])
 
 
 def test_many_rows_are_decoded_on_several_threads_just_the_same():
-    log, log2 = FrameLog([VectorRows(2000)], threads=3), FrameLog([ImageRows(50_000, 200)], threads=3)
+    log = RowLog(VectorRows(2000), UnitCache(0), 0, threads=3)
+    log2 = RowLog(ImageRows(50_000, 200), UnitCache(0), 1, threads=3)
     vectors, images = rows_like("slow", 6000, 2000, 1), rows_like("slow", 120, 50_000, 2)
-    log.append([vectors], np.array([6000]))
-    log2.append([images], np.array([120]))
-    assert np.array_equal(log.fetch(log.locate(0, np.arange(6000))), vectors)
-    assert np.array_equal(log2.fetch(log2.locate(0, np.arange(119, -1, -1))), images[::-1])
+    log.append(log.pack(vectors, np.array([6000])), 6000)
+    log2.append(log2.pack(images, np.array([120])), 120)
+    assert np.array_equal(log.fetch(log.locate(np.arange(6000))), vectors)
+    assert np.array_equal(log2.fetch(log2.locate(np.arange(119, -1, -1))), images[::-1])
     repeated = np.repeat(np.arange(40), 3)
-    assert np.array_equal(log2.fetch(log2.locate(0, repeated)), images[repeated])
+    assert np.array_equal(log2.fetch(log2.locate(repeated)), images[repeated])
 
 
 @pytest.mark.parametrize("packer", [VectorRows(100), ImageRows(100, 10)])
@@ -92,17 +99,18 @@ def test_a_damaged_segment_is_an_error_or_at_least_not_a_crash(packer):
     rows = rows_like("slow", 16, 100, 0)
     sizes, payloads = packer.pack(rows, np.array([16]), 1)
     for damage in (b"", payloads[0][:-1], b"\xff" + payloads[0][1:], payloads[0] + b"x"):
-        log = FrameLog([packer], cache_bytes=0)
-        log.append_packed([(sizes, [damage, *payloads[1:]])], 16)
+        log = RowLog(packer, UnitCache(0), 0)
+        log.append((sizes, [damage, *payloads[1:]]), 16)
         with pytest.raises(CodecError):
-            log.fetch(log.locate(0, np.array([0])))
+            log.fetch(log.locate(np.array([0])))
 
 
 def test_the_cache_is_bounded_and_counts_hits():
-    log = FrameLog([VectorRows(64)], cache_bytes=3 * 16 * 64)
-    log.append([rows_like("slow", 160, 64, 0)], np.array([160]))
-    log.fetch(log.locate(0, np.array([0, 1, 2])))
-    log.fetch(log.locate(0, np.array([3])))
-    assert (log.cache.hits, log.cache.misses) == (1, 1)
-    log.fetch(log.locate(0, np.arange(160)))
-    assert log.cache.nbytes <= 3 * 16 * 64
+    cache = UnitCache(3 * 16 * 64)
+    log = RowLog(VectorRows(64), cache, 0)
+    log.append(log.pack(rows_like("slow", 160, 64, 0), np.array([160])), 160)
+    log.fetch(log.locate(np.array([0, 1, 2])))
+    log.fetch(log.locate(np.array([3])))
+    assert (cache.hits, cache.misses) == (1, 1)
+    log.fetch(log.locate(np.arange(160)))
+    assert cache.nbytes <= 3 * 16 * 64

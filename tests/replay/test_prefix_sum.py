@@ -74,7 +74,7 @@ def test_sums_are_of_64_bits():
         sums.add(2**40)
     assert sums.total == 2**42
     assert sums.get_range_idx(2**42 - 1) == 3
-    with pytest.raises(ReplayError, match="could exceed 64 bits"):
+    with pytest.raises(ReplayError, match="would add up to"):
         sums.add(2**63 - 1)
     assert len(sums) == 4
 
@@ -132,3 +132,21 @@ def test_more_cannot_be_evicted_than_there_is():
     sums.add(1)
     with pytest.raises(OutOfRangeError, match="cannot evict 2 ranges, there are 1"):
         sums.evict(2)
+
+
+def test_sums_up_to_the_last_number_of_64_bits_are_exact_and_larger_ones_are_refused():
+    most = 2**63 - 1
+    sums = PrefixSum()
+    sums.extend([2**62, 2**62 - 1, 0])
+    assert (sums.total, sums.get_range_idx(2**62), sums.get_range_idx(most - 1)) == (most, 1, 1)
+    with pytest.raises(ReplayError, match=f"would add up to {most + 1}"):
+        sums.add(1)
+    sums.evict(1)
+    # What was evicted no longer counts.
+    sums.add(2**62)
+    assert (sums.total, sums.get_range_idx(most - 1)) == (most, 2)
+    sums.clear()
+    sums.add(5)
+    assert (sums.total, sums.lengths.tolist()) == (5, [5])
+    with pytest.raises(ReplayError, match="below 2\\*\\*63"):
+        sums.extend(np.array([2**63], np.uint64))

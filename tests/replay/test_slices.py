@@ -77,7 +77,7 @@ def test_slices_on_two_axes_stay_in_their_environment():
         buffer.extend(torch.stack(parts))
         batch = buffer.sample()
         check(batch, 5)
-        assert buffer.storage.runs.of.shape == (80, 3)
+        assert buffer.storage.runs.shape == (80, 3)
 
 
 def test_an_episode_goes_on_from_one_write_to_the_next():

@@ -19,19 +19,19 @@ class DictReplayBuffer:
     """A replay buffer of dictionaries: add whole episodes, sample steps or sequences as tensors.
 
     The engine is an `EpisodeStore`: frames are kept once, packed, and the oldest episodes go, whole, when there are
-    more frames than `max_size`. Threads may sample while one adds. Tensors are in memory of their own.
+    more frames than `max_size`. Threads may sample while one adds. Batches are new memory.
 
     Args:
         max_size: How many frames; an episode of T steps has T + 1.
         keys: What an episode has.
-        device: Where batches go.
+        device: Where batches go; ``"auto"`` for CUDA if there is a GPU, else the CPU.
         img_compressed: Whether to pack images (byte arrays of two axes or more, a kilobyte or larger).
         max_bytes: Evict the oldest episodes when there are more packed bytes than this, too.
         jpeg: JPEG quality for all images, or by name; without loss by default.
-        seed: Of what `sample` draws; by chance by default.
+        seed: Seed of `sample`; random by default.
 
     Raises:
-        ConfigurationError: If a setting makes no sense.
+        ConfigurationError: If a setting is invalid.
 
     Example:
         >>> import numpy as np
@@ -58,6 +58,8 @@ class DictReplayBuffer:
         if isinstance(keys, str) or not keys or len(set(keys)) != len(keys):
             raise ConfigurationError(f"keys are {keys!r}, expected different names, one at least")
         self.keys = tuple(keys)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         self._new_store = functools.partial(
             EpisodeStore, max_size, max_bytes, jpeg=jpeg, pack_images=img_compressed, seed=seed

@@ -1,76 +1,73 @@
-"""`EpisodeStore`: episodes packed in memory, every frame once, read step by step or in slices."""
+"""`EpisodeStore`: episodes packed in memory, each observation once, read step by step or in slices."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import operator
 import os
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from slipstream.checks import require_count
-from slipstream.errors import OutOfRangeError, ReplayError
-from slipstream.replay.episode_state import (
-    RestoredEpisodes,
-    episode_state,
-    load_episode_state,
-    restore_episodes,
-    save_episodes,
+from slipstream.errors import CorruptFileError, OutOfRangeError, ReplayError, StateMismatchError
+from slipstream.replay.arrays import (
+    Arrays,
+    as_rows,
+    check_episode,
+    check_last,
+    check_rows,
+    frames_of,
+    lengths_text,
+    step_block,
+    with_nexts,
 )
-from slipstream.replay.fields import VECTORS, Field, Packing, RowLayout, Spec
-from slipstream.replay.folder import Part
-from slipstream.replay.frames import FrameLog, Located
+from slipstream.replay.columns import PackedSteps
+from slipstream.replay.draws import Starts, draw_from, draw_starts
+from slipstream.replay.episode_state import Content, RestoredEpisodes, from_snapshot, restore_episodes, save_episodes
+from slipstream.replay.open_episodes import FoundBatch, Growth, OpenEpisode, find_open, held_bytes
 from slipstream.replay.prefix_sum import PrefixSum
-from slipstream.replay.tail import Tail
+from slipstream.replay.saving import Saved, from_state, reading, to_state
+from slipstream.replay.schema import FRAME, STEP, Leaf, Packing, leaf_of_array
+from slipstream.replay.steps import Steps
+from slipstream.trajectory import NEXT
+
+logger = logging.getLogger(__name__)
 
 Batch = dict[str, NDArray[Any]]
 
-_TRIES = 8
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Steps that were found, with all that reading them takes, whatever becomes of the store meanwhile."""
-
-    layout: RowLayout
-    log: FrameLog
-    packed: NDArray[np.bool_]
-    located: list[Located]  # by column: the frames of packed steps, then those after them
-    raw: Batch  # steps that are not packed
-
 
 class EpisodeStore:
-    """Episodes of steps, packed as they end, sampled while others are still being written.
+    """Episodes of steps, packed as they come, sampled while others are still being written.
 
     An episode of ``T`` steps has ``T + 1`` frames: arrays with one row more than the others are *of frames* (an
-    observation, and what the last step led to), the others *of steps* (actions, rewards, flags). Each frame is kept
+    observation, and what the last step led to), the others *of steps* (actions, rewards, flags). Each frame is stored
     once; ``next_<name>`` is the frame after. Vectors of four frames are packed together, images one by one, stacks of
-    camera frames (``[frames, height, width]``) frame by frame, each once; without loss unless JPEG is asked for.
+    camera frames (``[frames, height, width]``) frame by frame, each once; lossless unless JPEG is asked for.
 
-    The oldest episodes go, whole, when there are more frames or bytes than allowed. Unfinished episodes (`append`) stay
-    raw until they end, count towards the limits, and are sampled like others.
+    The oldest episodes are evicted, whole, when there are more frames or bytes than allowed. Unfinished episodes
+    (`append`) are packed block by block, count towards the limits, and are sampled like others.
 
-    Any number of threads may read while others write: a batch is located under a lock and decoded outside of it. What
-    reading returns is memory of its own. `save` and `state_dict` keep everything, the random generator included.
+    Thread-safe: any number of threads may read while others write. Readers do not wait while an episode is packed.
+    Reading returns new memory. `save` and `state_dict` keep everything, the random generator included.
 
     Args:
         max_frames: Evict the oldest episodes when there are more frames than this.
-        max_bytes: ... or more bytes, packed ones and those of unfinished episodes together.
-        jpeg: JPEG quality for all images, or by name; without loss by default.
-        pack_images: Whether to pack images at all; frames of stacks are kept once all the same.
+        max_bytes: ... or more bytes: everything packed, unfinished episodes, and the objects and tables for them.
+        jpeg: JPEG quality for all images, or by name; lossless by default.
+        pack_images: Whether to pack images at all; frames of stacks are stored once in any case.
         cache_bytes: How many bytes of decoded vectors to keep for the next batch.
         threads: How many threads pack and unpack; by default one per core.
-        seed: Of the generator that `sample` draws from; by chance by default.
+        seed: Seed of the sampling generator. Random by default.
+        frames: The names of arrays that are of frames. By default the first finished episode tells. Until then every
+            array of an unfinished episode is taken for one of frames, and is not packed.
 
     Raises:
-        ConfigurationError: If a limit or a quality makes no sense.
+        ConfigurationError: If a limit or a quality is invalid.
 
     Example:
         >>> import numpy as np
@@ -92,23 +89,25 @@ class EpisodeStore:
         cache_bytes: int = 1 << 20,
         threads: int | None = None,
         seed: int | None = None,
+        frames: Sequence[str] | None = None,
     ) -> None:
         for name, value in (("max_frames", max_frames), ("max_bytes", max_bytes)):
             if value is not None:
                 require_count(name, value)
         require_count("cache_bytes", cache_bytes, 0)
-        self.max_frames, self.max_bytes = max_frames, max_bytes
+        self.max_frames = max_frames
+        self.max_bytes = max_bytes
         self.generator = np.random.default_rng(seed)
-        self._packing = Packing(jpeg, images=pack_images)
-        self._options: dict[str, Any] = {"cache_bytes": cache_bytes, "threads": threads}
-        self._lock, self._saving = threading.RLock(), threading.Lock()
-        self._layout: RowLayout | None = None
-        self._log = FrameLog([], **self._options)
-        self._steps = PrefixSum()
-        self._frames = PrefixSum()
-        self._tails: dict[int, Tail] = {}
+        self._frame_names = None
+        if frames is not None:
+            self._frame_names = frozenset(frames)
+        self._steps = Steps(0, Packing(jpeg, images=pack_images), cache_bytes=cache_bytes, threads=threads)
+        self._lengths = PrefixSum()
+        self._first_slot = 0
+        self._open: dict[int, OpenEpisode] = {}
         self._counts = {"episodes_added": 0, "frames_added": 0, "episodes_evicted": 0, "frames_evicted": 0}
-        self._saved: dict[str, list[Part]] = {}  # what each folder holds of this store
+        # What each folder holds of this store.
+        self._saved: dict[str, Saved] = {}
 
     # Writing
 
@@ -123,41 +122,35 @@ class EpisodeStore:
             ReplayError: If the episode is empty, ragged, of another dtype or shape than those before it, or larger
                 than the limits allow; nothing has changed then.
         """
-        arrays = {_name(name): _rows(name, values) for name, values in episode.items()}
-        with self._lock:
-            layout = self._layout or self._plan(arrays)
-            steps = _count_steps(arrays, layout)
-            return self._add(arrays, steps, layout)
+        arrays = as_rows(episode)
+        with self._steps.writing:
+            return self._finish(OpenEpisode(), arrays)
 
     def append(self, rows: Mapping[str, Any], stream: int = 0) -> None:
         """Add rows to the unfinished episode of a stream: frames, and the steps taken from them.
 
         Args:
-            rows: Arrays by name, all with as many rows. Which of them are of frames is told by an earlier episode, or
-                by `finish` of the first.
+            rows: Arrays by name, all with as many rows.
             stream: Which of several environments it is.
 
         Raises:
             ReplayError: If rows do not fit those before them, or the limits; nothing has changed then.
         """
-        arrays = {_name(name): _rows(name, values) for name, values in rows.items()}
+        arrays = as_rows(rows)
         if len({len(array) for array in arrays.values()}) != 1 or not len(next(iter(arrays.values()))):
-            raise ReplayError(f"rows of {_lengths(arrays)} were appended, expected as many of each, one at least")
-        with self._lock:
-            stream = operator.index(stream)
-            tail = self._tails.get(stream) or Tail()
-            self._check_rows(arrays, next(iter(self._tails.values()), tail))
-            count = len(next(iter(arrays.values())))
-            others = [other for other in self._tails.values() if other is not tail]
-            open_frames = sum(other.length for other in others) + tail.length + count + 1
-            open_bytes = sum(other.nbytes for other in others) + tail.nbytes_with(arrays)
-            for limit, value, unit in (("max_frames", open_frames, "frames"), ("max_bytes", open_bytes, "bytes")):
-                most = getattr(self, limit)
-                if most is not None and value > most:
-                    raise ReplayError(f"unfinished episodes of {value} {unit} do not fit {limit}={most}")
-            tail.append(arrays)
-            self._tails[stream] = tail
-            self._evict()
+            raise ReplayError(f"rows of {lengths_text(arrays)} were appended, expected as many of each, one at least")
+        stream = operator.index(stream)
+        with self._steps.writing:
+            check_rows(arrays, self._known_arrays())
+            if self._frame_names is not None and not self._steps.leaves:
+                self._settle(arrays, self._frame_names)
+            episode = self._open.get(stream) or OpenEpisode()
+            growth = episode.plan(arrays, self._frames_of_schema(), self._steps)
+            self._check_open(episode, growth)
+            with self._steps.lock:
+                episode.commit(growth, self._steps)
+                self._open[stream] = episode
+                self._evict()
 
     def finish(self, last: Mapping[str, Any], stream: int = 0) -> int:
         """End the unfinished episode of a stream and pack it; returns its number.
@@ -169,82 +162,99 @@ class EpisodeStore:
         Raises:
             ReplayError: If nothing was appended, or `last` does not fit; the episode stays unfinished then.
         """
-        with self._lock:
-            tail = self._tails.get(stream)
-            if tail is None or not tail.length:
+        with self._steps.writing:
+            episode = self._open.get(stream)
+            if episode is None:
                 raise ReplayError(f"stream {stream} has no unfinished episode")
-            arrays = tail.values()
-            unknown = [name for name in last if name not in arrays]
-            if unknown or not last:
-                raise ReplayError(f"the last frame has {sorted(map(str, last))}, expected some of {sorted(arrays)}")
-            for name, value in last.items():
-                row = _array(name, value)[None]
-                if row.dtype != arrays[name].dtype or row.shape[1:] != arrays[name].shape[1:]:
-                    raise ReplayError(
-                        f"{name!r} is {row.dtype}{list(row.shape[1:])} in the last frame, before it was "
-                        f"{arrays[name].dtype}{list(arrays[name].shape[1:])}"
-                    )
-                arrays[name] = np.concatenate([arrays[name], row])
-            layout = self._layout or self._plan(arrays)
-            steps = _count_steps(arrays, layout)
-            del self._tails[stream]
-            try:
-                return self._add(arrays, steps, layout)
-            except BaseException:
-                self._tails[stream] = tail
-                raise
+            arrays = check_last(last, episode.tail.values())
+            return self._finish(episode, arrays, stream)
+
+    def _finish(self, episode: OpenEpisode, arrays: Arrays, stream: int | None = None) -> int:
+        """Pack the rest of an episode, and give slots to all of it."""
+        frames = self._frames_of_schema()
+        if not self._steps.leaves:
+            frames = self._frame_names or frames_of(arrays)
+        known = self._known_arrays()
+        if not known:
+            known = {name: leaf_of_array((name,), array, STEP) for name, array in arrays.items()}
+        num_steps = check_episode(arrays, frames, known)
+        self._check_frames(episode.num_packed + num_steps + 1)
+        if not self._steps.leaves:
+            self._settle(arrays, frames)
+        packed = self._steps.pack_run(step_block(arrays, frames, num_steps), num_steps)
+        try:
+            self._check_bytes(episode, packed)
+        except ReplayError:
+            # A first episode that is refused does not decide what the others are made of.
+            if not self._counts["episodes_added"] and not self._frame_names:
+                self._steps.reset(0)
+            raise
+        total = episode.num_packed + num_steps
+        with self._steps.lock:
+            rows = [np.concatenate(parts) for parts in zip(*episode.rows, self._steps.append_run(packed), strict=True)]
+            first = self._first_slot + self._lengths.total
+            self._steps.make_room(self._first_slot, first + total)
+            self._steps.show(np.arange(first, first + total), rows)
+            self._lengths.add(total)
+            if stream is not None:
+                del self._open[stream]
+            self._counts["episodes_added"] += 1
+            self._counts["frames_added"] += total + 1
+            self._evict()
+            return self._counts["episodes_added"] - 1
 
     def discard(self, stream: int = 0) -> int:
         """Forget the unfinished episode of a stream; returns how many rows it had."""
-        with self._lock:
-            tail = self._tails.pop(stream, None)
-            return tail.length if tail else 0
+        with self._steps.writing, self._steps.lock:
+            episode = self._open.pop(stream, None)
+            if episode is None:
+                return 0
+            episode.release(self._steps)
+            return episode.length
 
     def clear(self) -> None:
         """Forget every episode, finished or not; what the fields are stays known."""
-        with self._lock:
-            self._counts["episodes_evicted"] += len(self._steps)
-            self._counts["frames_evicted"] += self._frames.total
-            self._steps.clear()
-            self._frames.clear()
-            self._log.drop_before(self._log.end)
-            self._tails.clear()
+        with self._steps.writing, self._steps.lock:
+            while len(self._lengths):
+                self._evict_oldest()
+            for stream in list(self._open):
+                self.discard(stream)
 
     # Reading
 
     def __len__(self) -> int:
         """Return how many steps can be sampled."""
-        with self._lock:
-            return self._steps.total + sum(_open_steps(tail) for tail in self._tails.values())
+        with self._steps.lock:
+            return self._lengths.total + sum(episode.num_steps for episode in self._open.values())
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the arrays of an episode; none before there is one."""
-        with self._lock:
-            tail = next(iter(self._tails.values()), None)
-            return tuple(self._layout.fields if self._layout else tail.values() if tail else ())
+        with self._steps.lock:
+            return tuple(self._known_arrays())
 
     @property
     def num_episodes(self) -> int:
         """How many finished episodes there are."""
-        return len(self._steps)
+        return len(self._lengths)
 
     @property
     def num_frames(self) -> int:
         """How many frames there are, those of unfinished episodes included."""
-        with self._lock:
-            return self._frames.total + sum(tail.length for tail in self._tails.values())
+        with self._steps.lock:
+            return self._num_finished_frames + sum(episode.length for episode in self._open.values())
 
     @property
     def nbytes(self) -> int:
-        """Packed bytes, and raw ones of unfinished episodes."""
-        with self._lock:
-            return self._log.packed_bytes + sum(tail.nbytes for tail in self._tails.values())
+        """The memory of everything packed and of unfinished episodes, with the objects and tables for them."""
+        with self._steps.lock:
+            raw = sum(episode.tail.nbytes for episode in self._open.values())
+            return self._steps.held_bytes + raw
 
     @property
-    def fields(self) -> list[Field]:
+    def fields(self) -> list[Leaf]:
         """What an episode is made of; empty before the first."""
-        return list(self._layout.fields.values()) if self._layout else []
+        return [leaf for leaf in self._steps.leaves if leaf.kind != NEXT]
 
     def sample(
         self, batch_size: int, *, generator: np.random.Generator | None = None, out: Batch | None = None
@@ -265,13 +275,13 @@ class EpisodeStore:
             ReplayError: If there is nothing to sample, or `out` does not fit.
         """
         require_count("batch_size", batch_size)
-        with self._lock:
+        with self._steps.lock:
             total = len(self)
             if not total:
                 raise ReplayError("there is nothing to sample: the store has no step yet")
             index = (generator or self.generator).integers(0, total, operator.index(batch_size))
-            found = self._locate(index)
-        return self._fetch(found, out)
+            found = self._find(index)
+        return found.read(out)
 
     def get(self, index: Sequence[int] | NDArray[Any], *, out: Batch | None = None) -> Batch:
         """Return the steps at some positions, the oldest first; those of unfinished episodes come last.
@@ -286,9 +296,9 @@ class EpisodeStore:
         index = np.asarray(index)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
             raise OutOfRangeError(f"index is {index.dtype}{list(index.shape)}, expected a list of whole numbers")
-        with self._lock:
-            found = self._locate(index.astype(np.int64))
-        return self._fetch(found, out)
+        with self._steps.lock:
+            found = self._find(index.astype(np.int64))
+        return found.read(out)
 
     def sample_slices(self, num_slices: int, length: int, *, generator: np.random.Generator | None = None) -> Batch:
         """Draw slices of consecutive steps at random; none crosses the end of an episode.
@@ -309,17 +319,16 @@ class EpisodeStore:
         """
         if num_slices < 1 or length < 1:
             raise ReplayError(f"{num_slices} slices of {length} steps were asked for, expected one or more of each")
-        with self._lock:
+        with self._steps.lock:
             episode, start = self._draw_slices(num_slices, length, generator or self.generator)
-            first = self._first_frames(episode) + start
-            frames = (first[:, None] + np.arange(length + 1)).reshape(-1)
-            layout, log, located = self._layout, self._log, self._locate_frames(frames)
-        assert layout is not None  # noqa: S101 - there are episodes, so there are fields
-        rows = [log.fetch(part) for part in located]
+            first = self._first_slot + self._lengths.starts_of(episode) + start
+            found = self._steps.find_runs(first[:, None] + np.arange(length))
         batch = {}
-        for field in layout.fields.values():
-            values = field.read(rows[field.column]).reshape(num_slices, length + 1, *field.shape)
-            batch[field.name] = values if field.of_frames else np.ascontiguousarray(values[:, :-1])
+        for leaf in self.fields:
+            values = found.array(leaf).reshape(num_slices, length + 1, *leaf.shape)
+            if leaf.key[0] not in self._frames_of_schema():
+                values = np.ascontiguousarray(values[:, :-1])
+            batch[leaf.key[0]] = values
         return batch
 
     def episode(self, position: int) -> Batch:
@@ -328,39 +337,46 @@ class EpisodeStore:
         Raises:
             OutOfRangeError: If there is none at that position.
         """
-        with self._lock:
-            count = len(self._steps)
-            place = operator.index(position) + (count if position < 0 else 0)
+        with self._steps.lock:
+            count = len(self._lengths)
+            place = operator.index(position)
+            if place < 0:
+                place += count
             if not 0 <= place < count:
                 raise OutOfRangeError(f"episode {position} is out of range, there are {count}")
-            layout, log = self._layout, self._log
             here = np.array([place])
-            first, length = int(self._first_frames(here)[0]), int(self._frames.lengths_of(here)[0])
-            located = self._locate_frames(np.arange(first, first + length))
-        assert layout is not None  # noqa: S101 - there are episodes, so there are fields
-        rows = [log.fetch(part) for part in located]
-        values = {field.name: field.read(rows[field.column]) for field in layout.fields.values()}
-        return {name: array if layout.fields[name].of_frames else array[:-1] for name, array in values.items()}
+            first = self._first_slot + int(self._lengths.starts_of(here)[0])
+            found = self._steps.find_runs(np.arange(first, first + int(self._lengths.lengths_of(here)[0]))[None])
+            frames = self._frames_of_schema()
+            fields = self.fields
+        batch = {}
+        for leaf in fields:
+            values = found.array(leaf)
+            if leaf.key[0] not in frames:
+                values = values[:-1]
+            batch[leaf.key[0]] = values
+        return batch
 
     def get_stats(self) -> dict[str, float]:
         """Return counts, bytes, ratio and the hits of the cache, all exact.
 
         ``raw_bytes`` is what the frames would take unpacked, each once; ``compression_ratio`` compares that with
-        ``packed_bytes``.
+        ``packed_bytes``. ``nbytes`` is what ``max_bytes`` limits.
         """
-        with self._lock:
-            row = self._layout.row_bytes if self._layout else 0
-            raw, packed = self._frames.total * row, self._log.packed_bytes
-            cache = self._log.cache
+        with self._steps.lock:
+            raw = self._num_finished_frames * self._steps.schema.row_bytes
+            packed = self._steps.packed_bytes
+            cache = self._steps.cache
             asked = cache.hits + cache.misses
             return {
                 **self._counts,
                 "num_steps": len(self),
                 "num_frames": self.num_frames,
-                "num_episodes": len(self._steps),
+                "num_episodes": len(self._lengths),
                 "raw_bytes": raw,
                 "packed_bytes": packed,
-                "tail_bytes": sum(tail.nbytes for tail in self._tails.values()),
+                "tail_bytes": sum(episode.tail.nbytes for episode in self._open.values()),
+                "nbytes": self.nbytes,
                 "cache_bytes": cache.nbytes,
                 "compression_ratio": raw / packed if packed else 1.0,
                 "cache_hits": cache.hits,
@@ -374,13 +390,19 @@ class EpisodeStore:
         """Write what is new since the last save into a folder; blocks until it is durable.
 
         Other threads may add and sample meanwhile; what is saved is the store at the moment of the call. Episodes that
-        were saved before are not written again; those evicted since are deleted. A crash at any point
-        leaves what was saved before. One store writes into a folder, others may read it.
+        were saved before are not written again; those evicted since are deleted. A crash at any point leaves what was
+        saved before. One store writes into a folder, others may read it.
 
         Raises:
             WriteError: If the folder cannot be written; what was saved before is untouched.
         """
-        save_episodes(self, Path(folder))
+        path = Path(folder)
+        key = str(path.absolute())
+        with self._steps.saving:
+            with self._steps.writing, self._steps.lock:
+                content = self._content()
+                saved = self._saved
+            saved[key] = save_episodes(path, content, saved.get(key, Saved()))
 
     def restore(self, folder: str | os.PathLike[str]) -> RestoredEpisodes:
         """Become what was saved in a folder, bit for bit, generator and unfinished episodes included.
@@ -391,13 +413,20 @@ class EpisodeStore:
             FileNotFoundError: If nothing was saved there.
             CorruptFileError: If nothing in it is sound; the store is unchanged then.
         """
-        with self._lock:
-            return restore_episodes(self, Path(folder))
+        path = Path(folder)
+        with self._steps.writing:
+            with reading(path):
+                content, saved = restore_episodes(path, self._content())
+                restored = self._become(content)
+            self._saved = {}
+            if not restored.lost:
+                self._saved[str(path.absolute())] = saved
+            return restored
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as tensors and plain values, packed, in memory of their own."""
-        with self._lock:
-            return episode_state(self)
+        """Return everything as tensors and plain values, packed, in new memory."""
+        with self._steps.writing, self._steps.lock:
+            return to_state(self._content().snapshot())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Become what `state_dict` was taken of, bit for bit; nothing is changed unless all of it fits.
@@ -405,255 +434,173 @@ class EpisodeStore:
         Raises:
             StateMismatchError: If it is not a state of an episode store.
         """
-        with self._lock:
-            load_episode_state(self, state_dict)
+        with self._steps.writing:
+            try:
+                self._become(from_snapshot(from_state(state_dict)))
+            except CorruptFileError as error:
+                raise StateMismatchError(f"the state is not that of an episode store ({error})") from error
+            self._saved = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
+        with self._steps.writing, self._steps.lock:
             state = dict(self.__dict__)
-            state["_log"] = copy.copy(self._log)
-            state["_steps"], state["_frames"] = copy.deepcopy(self._steps), copy.deepcopy(self._frames)
-            state["_counts"], state["_saved"] = dict(self._counts), {}
-            state["_tails"] = {stream: _copy_of(tail) for stream, tail in self._tails.items()}
-            del state["_lock"], state["_saving"]
+            state["_saved"] = {}
+            state["_steps"] = self._steps.settings()
+            state["content"] = self._content()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        content = state.pop("content")
         self.__dict__.update(state)
-        self._lock, self._saving = threading.RLock(), threading.Lock()
+        self._steps = Steps(0, **state["_steps"])
+        self._become(content)
 
     # Inside
 
-    def _plan(self, arrays: Mapping[str, NDArray[Any]]) -> RowLayout:
-        lengths = {len(array) for array in arrays.values()}
-        if not arrays or len(lengths) > 2 or (len(lengths) == 2 and max(lengths) - min(lengths) != 1):
-            raise ReplayError(
-                f"an episode has rows of {_lengths(arrays)}, expected as many for all steps and one more for frames"
-            )
-        specs = [
-            Spec(name, array.dtype.str, array.shape[1:], len(array) == max(lengths)) for name, array in arrays.items()
-        ]
-        taken = {f"next_{spec.name}" for spec in specs if spec.of_frames} & set(arrays)
-        if taken:
-            raise ReplayError(f"the name {sorted(taken)[0]!r} is what the next frame would be called: leave it out")
-        return RowLayout.plan(specs, self._packing)
+    def _content(self) -> Content:
+        return Content(
+            steps=self._steps.snapshot(),
+            lengths=self._lengths.lengths,
+            first_slot=self._first_slot,
+            open={stream: episode.copy() for stream, episode in self._open.items()},
+            counts=dict(self._counts),
+            generator=self.generator.bit_generator.state,
+        )
 
-    def _add(self, arrays: Mapping[str, NDArray[Any]], steps: int, layout: RowLayout) -> int:
-        self._check_room(steps + 1, 0)
-        rows = layout.empty_rows(steps + 1)
-        for name, array in arrays.items():
-            field = layout.fields[name]
-            field.write(rows[field.column], array, slice(0, len(array)))
-        log = self._log if self._layout else FrameLog(layout.packers, **self._options)
-        packed = log.pack(rows, np.array([steps + 1]))
-        self._check_room(steps + 1, sum(len(payload) for _, payloads in packed for payload in payloads))
-        self._layout, self._log = layout, log
-        log.append_packed(packed, steps + 1)
-        self._steps.add(steps)
-        self._frames.add(steps + 1)
-        self._counts["episodes_added"] += 1
-        self._counts["frames_added"] += steps + 1
-        self._evict()
-        return self._counts["episodes_added"] - 1
+    def _become(self, content: Content) -> RestoredEpisodes:
+        """Take over a content; episodes that are not complete are left out."""
+        content.check()
+        generator = copy.deepcopy(self.generator)
+        generator.bit_generator.state = content.generator
+        held = [episode.all_rows() for episode in content.open.values()]
+        steps, lost_slots, complete = self._steps.rebuild(content.steps, held)
+        lengths = PrefixSum()
+        lengths.extend(content.lengths)
+        mine = (lost_slots >= content.first_slot) & (lost_slots < content.first_slot + lengths.total)
+        is_lost = np.zeros(len(lengths), np.bool_)
+        is_lost[lengths.get_range_idx(lost_slots[mine] - content.first_slot)] = True
+        kept = np.flatnonzero(np.repeat(~is_lost, content.lengths)) + content.first_slot
+        first_number = content.counts["episodes_added"] - len(lengths)
+        lost = tuple((first_number + np.flatnonzero(is_lost)).tolist())
+        steps.keep_only(kept)
+        left = PrefixSum()
+        left.extend(content.lengths[~is_lost])
+        with self._steps.lock:
+            self._steps.become(steps)
+            self.generator = generator
+            self._lengths = left
+            self._first_slot = 0
+            self._open = {}
+            for (stream, episode), is_complete in zip(content.open.items(), complete, strict=True):
+                if is_complete:
+                    self._open[stream] = episode
+                else:
+                    logger.warning("the unfinished episode of stream %d is lost", stream)
+            self._counts = dict(content.counts)
+            self._evict()
+        if lost:
+            logger.warning("episodes %s are lost", ", ".join(map(str, lost)))
+        return RestoredEpisodes(len(left), lost)
 
-    def _check_room(self, frames: int, nbytes: int) -> None:
+    @property
+    def _num_finished_frames(self) -> int:
+        return self._lengths.total + len(self._lengths)
+
+    def _known_arrays(self) -> dict[str, Leaf]:
+        """Return what arrays an episode has, by name: from the schema, or from an unfinished first episode."""
+        known = {leaf.key[0]: leaf for leaf in self.fields}
+        if not known and self._open:
+            tail = next(iter(self._open.values())).tail
+            known = {name: leaf_of_array((name,), array, STEP) for name, array in tail.values().items()}
+        return known
+
+    def _frames_of_schema(self) -> frozenset[str]:
+        return frozenset(leaf.key[0] for leaf in self._steps.leaves if leaf.kind == FRAME)
+
+    def _settle(self, arrays: Arrays, frames: frozenset[str]) -> None:
+        """Declare the arrays of an episode."""
+        leaves = [leaf_of_array((name,), array, STEP) for name, array in arrays.items()]
+        self._steps.settle(with_nexts(leaves, frames))
+
+    def _check_frames(self, frames: int) -> None:
         if self.max_frames is not None and frames > self.max_frames:
             raise ReplayError(f"an episode of {frames} frames does not fit max_frames={self.max_frames}")
+
+    def _check_bytes(self, episode: OpenEpisode, packed: Sequence[PackedSteps]) -> None:
+        nbytes = episode.packed_bytes + held_bytes(packed)
         if self.max_bytes is not None and nbytes > self.max_bytes:
             raise ReplayError(f"an episode of {nbytes} packed bytes does not fit max_bytes={self.max_bytes}")
 
-    def _check_rows(self, arrays: Mapping[str, NDArray[Any]], tail: Tail) -> None:
-        known = {name: (array.dtype.str, array.shape[1:]) for name, array in tail.values().items()}
-        if self._layout:
-            known = {field.name: (field.dtype, field.shape) for field in self._layout.fields.values()}
-        if not known:
-            return
-        if set(arrays) != set(known):
-            raise ReplayError(f"rows have {sorted(arrays)}, before they had {sorted(known)}")
-        for name, array in arrays.items():
-            if (array.dtype.str, array.shape[1:]) != known[name]:
-                dtype, shape = known[name]
-                raise ReplayError(
-                    f"{name!r} is {array.dtype}{list(array.shape[1:])}, before it was {np.dtype(dtype)}{list(shape)}"
-                )
+    def _check_open(self, episode: OpenEpisode, growth: Growth) -> None:
+        """Raise unless all unfinished episodes fit the limits once one of them has grown."""
+        frames = growth.length + 1
+        nbytes = growth.nbytes
+        for other in self._open.values():
+            if other is not episode:
+                frames += other.length
+                nbytes += other.nbytes
+        for name, value, most in (("frames", frames, self.max_frames), ("bytes", nbytes, self.max_bytes)):
+            if most is not None and value > most:
+                raise ReplayError(f"unfinished episodes of {value} {name} do not fit max_{name}={most}")
 
     def _evict(self) -> None:
-        """Drop the oldest episodes while there are too many frames or bytes."""
-        open_frames = sum(tail.length for tail in self._tails.values())
-        open_bytes = sum(tail.nbytes for tail in self._tails.values())
-        while len(self._steps) and (
-            (self.max_frames is not None and self._frames.total + open_frames > self.max_frames)
-            or (self.max_bytes is not None and self._log.packed_bytes + open_bytes > self.max_bytes)
-        ):
-            self._steps.evict()
-            self._counts["frames_evicted"] += self._frames.evict()
-            self._counts["episodes_evicted"] += 1
-            self._log.drop_before(self._log.end - self._frames.total)
+        """Evict the oldest episodes while there are too many frames or bytes."""
+        while len(self._lengths):
+            too_many = self.max_frames is not None and self.num_frames > self.max_frames
+            too_large = self.max_bytes is not None and self.nbytes > self.max_bytes
+            if not too_many and not too_large:
+                return
+            self._evict_oldest()
 
-    def _first_frames(self, episodes: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._frames.starts_of(episodes) + (self._log.end - self._frames.total)
+    def _evict_oldest(self) -> None:
+        length = self._lengths.evict()
+        self._steps.forget(self._first_slot, self._first_slot + length)
+        self._first_slot += length
+        self._counts["episodes_evicted"] += 1
+        self._counts["frames_evicted"] += length + 1
 
-    def _frames_of(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the frames of steps: each finished episode before has one frame more than it has steps."""
-        return index + self._steps.get_range_idx(index) + (self._log.end - self._frames.total)
-
-    def _locate(self, index: NDArray[np.int64]) -> _Found:
+    def _find(self, index: NDArray[np.int64]) -> FoundBatch:
+        """Locate steps, to be read without the lock."""
         total = len(self)
         if index.size and not (int(index.min()) >= 0 and int(index.max()) < total):
             raise OutOfRangeError(f"indices {int(index.min())} to {int(index.max())}, there are {total} steps")
-        packed = index < self._steps.total
-        frames = self._frames_of(index[packed])
-        both = np.concatenate([frames, frames + 1])
-        having_next = {field.column for field in self._layout.frame_fields} if self._layout else set()
-        columns = range(len(self._log.packers))
-        located = [self._log.locate(column, both if column in having_next else frames) for column in columns]
-        raw = self._take_open(index[~packed] - self._steps.total) if not packed.all() else {}
-        layout = self._layout
-        if layout is None:  # there is nothing but first episodes that are not finished, if anything
-            layout = self._plan(next(iter(self._tails.values())).values()) if self._tails else RowLayout([], [])
-        return _Found(layout, self._log, packed, located, raw)
+        leaves = self._steps.leaves
+        if not leaves:
+            # There is nothing but first episodes that are not finished, if anything: take all arrays for frames.
+            known = self._known_arrays()
+            leaves = with_nexts(list(known.values()), frozenset(known))
+        is_finished = index < self._lengths.total
+        slots = self._first_slot + index[is_finished]
+        if is_finished.all():
+            return FoundBatch(leaves, np.ones(len(index), np.bool_), self._steps.find(slots), {})
+        return find_open(
+            leaves,
+            self._steps,
+            self._open.values(),
+            self._steps.rows_of(slots),
+            is_finished,
+            index - self._lengths.total,
+        )
 
-    def _locate_frames(self, frames: NDArray[np.int64]) -> list[Located]:
-        return [self._log.locate(column, frames) for column in range(len(self._log.packers))]
-
-    def _take_open(self, index: NDArray[np.int64]) -> dict[str, Any]:
-        """Copy steps out of the unfinished episodes; `index` counts through them, stream after stream."""
-        lengths = PrefixSum()
-        tails = [tail for tail in self._tails.values() if _open_steps(tail)]
-        lengths.extend([_open_steps(tail) for tail in tails])
-        which = lengths.get_range_idx(index)
-        rows = lengths.get_range_relative_idx(index, which)
-        raw: dict[str, Any] = {}
-        for name, array in tails[0].values().items():
-            frames = self._layout.fields[name].of_frames if self._layout else True
-            raw[name] = np.empty((len(index), *array.shape[1:]), array.dtype)
-            if frames:
-                raw[f"next_{name}"] = np.empty_like(raw[name])
-        for number, tail in enumerate(tails):
-            mine = which == number
-            for name, array in tail.values().items():
-                raw[name][mine] = array[rows[mine]]
-                if f"next_{name}" in raw:
-                    raw[f"next_{name}"][mine] = array[rows[mine] + 1]
-        return raw
-
-    def _fetch(self, found: _Found, out: Batch | None) -> Batch:
-        layout, log, packed = found.layout, found.log, found.packed
-        whole = bool(packed.all())
-        batch = _outputs(layout, len(packed), out)
-        if not len(packed):
-            return batch
-        for column, located in enumerate(found.located):
-            fields = [field for field in layout.fields.values() if field.column == column]
-            if column != VECTORS and whole:
-                (field,) = fields
-                names = (field.name, f"next_{field.name}") if field.of_frames else (field.name,)
-                log.fetch(located, *(batch[name].reshape(len(packed), -1) for name in names))
-                continue
-            rows, count = log.fetch(located), int(np.count_nonzero(packed))
-            for prefix, half in (("", rows[:count]), ("next_", rows[count:])):
-                for field in fields:
-                    if field.of_frames or not prefix:
-                        batch[prefix + field.name][slice(None) if whole else packed] = field.read(half)
-        for name, values in found.raw.items():
-            batch[name][~packed] = values
-        return batch
-
-    def _draw_slices(
-        self, count: int, length: int, generator: np.random.Generator
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Draw starts of slices: any step will do, and those too close to an end are drawn again."""
-        total = self._steps.total
-        if not total:
+    def _draw_slices(self, count: int, length: int, generator: np.random.Generator) -> Starts:
+        lengths = self._lengths
+        if not lengths.total:
             raise ReplayError("there is nothing to sample: the store has no finished episode yet")
-        episodes, starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        missing = count
-        for _ in range(_TRIES):
-            index = generator.integers(0, total, 2 * missing)
-            episode = self._steps.get_range_idx(index)
-            start = self._steps.get_range_relative_idx(index, episode)
-            fits = start + length <= self._steps.lengths_of(episode)
-            episodes.append(episode[fits][:missing])
-            starts.append(start[fits][:missing])
-            missing -= len(starts[-1])
-            if not missing:
-                return np.concatenate(episodes), np.concatenate(starts)
-        windows = np.maximum(0, self._steps.lengths - length + 1)  # exact, and O(n): few episodes are long enough
-        if not windows.any():
-            raise ReplayError(f"no episode has {length} steps, the longest has {int(self._steps.lengths.max())}")
-        choices = PrefixSum()
-        choices.extend(windows)
-        drawn = generator.integers(0, choices.total, missing)
-        chosen = choices.get_range_idx(drawn)
-        episodes.append(chosen)
-        starts.append(choices.get_range_relative_idx(drawn, chosen))
-        return np.concatenate(episodes), np.concatenate(starts)
 
+        def draw(high: int, count: int) -> NDArray[np.int64]:
+            return generator.integers(0, high, count)
 
-def _name(name: Any) -> str:
-    if not isinstance(name, str):
-        raise ReplayError(f"the name of an array is {name!r}, expected a string")
-    return name
+        def propose(missing: int) -> Starts:
+            index = draw(lengths.total, 2 * missing)
+            episode = lengths.get_range_idx(index)
+            start = lengths.get_range_relative_idx(index, episode)
+            fits = start + length <= lengths.lengths_of(episode)
+            return episode[fits][:missing], start[fits][:missing]
 
+        def enumerate_rest(missing: int) -> Starts:
+            windows = np.maximum(0, lengths.lengths - length + 1)
+            if not windows.any():
+                raise ReplayError(f"no episode has {length} steps, the longest has {int(lengths.lengths.max())}")
+            return draw_from(windows, missing, draw)
 
-def _array(name: str, values: Any) -> NDArray[Any]:
-    try:
-        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ReplayError(f"{name!r} cannot be an array of numbers ({str(error).splitlines()[0]})") from error
-    if array.dtype.kind not in "biufc":
-        raise ReplayError(f"{name!r} is {array.dtype}, expected numbers")
-    return array.astype(array.dtype.newbyteorder("<"), copy=False)
-
-
-def _rows(name: str, values: Any) -> NDArray[Any]:
-    array = _array(name, values)
-    if not array.ndim:
-        raise ReplayError(f"{name!r} is a single number, expected a row for each step")
-    return array
-
-
-def _lengths(arrays: Mapping[str, NDArray[Any]]) -> str:
-    return ", ".join(f"{name}: {len(array)}" for name, array in arrays.items()) or "nothing"
-
-
-def _count_steps(arrays: Mapping[str, NDArray[Any]], layout: RowLayout) -> int:
-    """Check an episode against what is known; returns how many steps it has."""
-    if set(arrays) != set(layout.fields):
-        raise ReplayError(f"an episode has {sorted(arrays)}, in this store they have {sorted(layout.fields)}")
-    for name, array in arrays.items():
-        layout.check(name, array)
-    frames = {len(arrays[field.name]) for field in layout.frame_fields}
-    steps = {len(arrays[field.name]) for field in layout.step_fields} or {max(frames) - 1}
-    if len(frames) != 1 or steps != {min(frames) - 1}:
-        raise ReplayError(f"an episode is ragged ({_lengths(arrays)}): expected one row more for frames than for steps")
-    if min(steps) < 1:
-        raise ReplayError(f"an episode is empty ({_lengths(arrays)}), expected one step at least")
-    return min(steps)
-
-
-def _open_steps(tail: Tail) -> int:
-    return max(0, tail.length - 1)
-
-
-def _copy_of(tail: Tail) -> Tail:
-    twin = Tail()
-    if tail.length:
-        twin.append(tail.values())
-    return twin
-
-
-def _outputs(layout: RowLayout, count: int, out: Batch | None) -> Batch:
-    batch = {}
-    for field in layout.fields.values():
-        for name in (field.name, f"next_{field.name}") if field.of_frames else (field.name,):
-            shape = (count, *field.shape)
-            memory = None if out is None else out.get(name)
-            if out is None:
-                memory = np.empty(shape, field.dtype)
-            elif memory is None or memory.shape != shape or memory.dtype.str != field.dtype:
-                raise ReplayError(f"out has no {name!r} of {np.dtype(field.dtype)}{list(shape)}")
-            elif not memory.flags.c_contiguous or not memory.flags.writeable:
-                raise ReplayError(f"{name!r} in out is not contiguous and writable")
-            batch[name] = memory
-    return batch
+        return draw_starts(count, propose, enumerate_rest)

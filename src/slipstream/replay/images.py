@@ -79,7 +79,7 @@ def compress_image(image: Any, *, jpeg: int | None = None) -> bytes:
 
 
 def decompress_image(data: bytes | bytearray | memoryview) -> NDArray[Any]:
-    """Unpack what `compress_image` packed, into memory of its own.
+    """Unpack what `compress_image` packed, into new memory.
 
     Raises:
         CodecError: If the bytes are damaged, cut off, or not a packed image.
@@ -131,14 +131,16 @@ def decompress_image_seq(
     Args:
         images: What `compress_image_seq` returned.
         out: Memory to unpack into, so that a loop does not allocate; ``[batch, C, H, W]`` of the right dtype.
+            An empty batch without it is an array of bytes of shape ``[0]``.
         threads: How many; by default one per core.
 
     Raises:
         CodecError: If an image is damaged, or of another shape or dtype than the first.
-        ReplayError: If there is none, or `out` does not fit.
+        ReplayError: If `out` does not fit.
     """
     if not images:
-        raise ReplayError("there are no images to unpack")
+        # No image says what shape and dtype it has, but `out` does.
+        return np.empty(0, np.uint8) if out is None else _check_empty(out)
     first = _open(images[0])[1]
     shape = (len(images), *first.shape)
     if out is None:
@@ -156,6 +158,12 @@ def decompress_image_seq(
 
     for _ in parallel_map(run, range(len(images)), threads):
         pass
+    return out
+
+
+def _check_empty(out: NDArray[Any]) -> NDArray[Any]:
+    if len(out):
+        raise ReplayError(f"out is {out.dtype}{list(out.shape)}, but there are no images")
     return out
 
 

@@ -46,6 +46,8 @@ PackedColumn = tuple[NDArray[np.int64], list[bytes]]
 SEGMENT_ROWS = 4
 _SEGMENT_BYTES = 64 << 10
 _LEVEL = 1
+# Half the time of level 1 to pack and three quarters of it to unpack, for 1 % to 3 % of the ratio.
+_VECTOR_LEVEL = -1
 _BLOCK_BYTES = 2 << 20
 _CACHED_BYTES = 1 << 20
 _SCRATCH_BYTES = 16 << 20
@@ -99,7 +101,7 @@ class VectorRows:
             block = rows[starts[chosen][:, None] + np.arange(size)]
             turned = np.ascontiguousarray(block.transpose(0, 2, 1)).reshape(len(chosen), -1)
             for number, segment in zip(chosen, turned, strict=True):
-                payloads[number] = _compress(segment, _LEVEL)
+                payloads[number] = _compress(segment, _VECTOR_LEVEL)
 
         for _ in parallel_map(run, jobs, threads):
             pass

@@ -93,9 +93,13 @@ class PrefixSum:
         new = _whole(lengths)
         if new.size and int(new.min()) < 0:
             raise ReplayError(f"a length is {int(new.min())}, expected a whole number from 0 up")
+        added = _exact_sum(new)
+        if self.total + added > _MOST:
+            raise ReplayError(f"the lengths would add up to {self.total + added}, expected at most 2**63 - 1")
+        if int(self._bounds[self._last]) + added > _MOST:
+            # The sums include what was evicted. Without it, they fit.
+            self._bounds -= self._bounds[self._first]
         last = int(self._bounds[self._last])
-        if new.size and int(new.max()) > (_MOST - last) // new.size:
-            raise ReplayError(f"the sum of all lengths could exceed 64 bits: {last} so far and {int(new.max())} more")
         self._reserve(new.size)
         np.cumsum(new, out=self._bounds[self._last + 1 : self._last + 1 + new.size])
         self._bounds[self._last + 1 : self._last + 1 + new.size] += last
@@ -178,9 +182,18 @@ class PrefixSum:
 
 def _whole(values: Any) -> NDArray[np.int64]:
     array = np.asarray(values)
-    if array.dtype.kind not in "iu" and array.size:
-        raise ReplayError(f"{str(values)[:60]} is not made of whole numbers of 64 bits")
+    is_whole = array.dtype.kind in "iu" or not array.size
+    # Unsigned numbers from 2**63 up would become negative.
+    if not is_whole or (array.dtype == np.uint64 and array.size and int(array.max()) > _MOST):
+        raise ReplayError(f"{str(values)[:60]}: expected whole numbers below 2**63")
     return array.astype(np.int64, copy=False)
+
+
+def _exact_sum(lengths: NDArray[np.int64]) -> int:
+    """Add up numbers from 0 up without overflow."""
+    if not lengths.size or int(lengths.max()) <= _MOST // lengths.size:
+        return int(lengths.sum())
+    return sum(lengths.tolist())
 
 
 def _worst(index: NDArray[np.int64]) -> int:

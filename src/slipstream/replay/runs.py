@@ -2,54 +2,116 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+UNUSED = -1
+"""The run of a slot that was never written, or whose step is lost."""
+
 
 class Runs:
-    """Numbers for the slots ``[time, streams]`` of a ring, kept up to date as it is written in order."""
+    """Numbers for the slots ``[time, streams]`` of a ring.
+
+    A run ends where an episode ends, where its id changes, and where a slot was not written right after the slot before
+    it. The last is remembered for each slot, so that runs can be found again after flags were changed.
+
+    Args:
+        num_times: The length of the ring.
+        num_streams: How many streams are written side by side.
+    """
 
     def __init__(self, num_times: int, num_streams: int) -> None:
-        self.of = np.full((num_times, num_streams), -1, np.int64)
-        self.stale = False
+        self.of = np.full((num_times, num_streams), UNUSED, np.int64)
+        self.follows = np.zeros((num_times, num_streams), np.bool_)
+        """Whether the step in a slot was written right after that in the slot before it."""
+        self.is_stale = False
+        """Whether flags have changed since the runs were found."""
+        self.has_holes = False
+        """Whether the steps of some slots are lost."""
         self._next = 0
-        self._open: NDArray[np.int64] | None = None  # the run that each stream is in, if it goes on
-        self._ended: NDArray[np.bool_] | None = None
-        self._last_id: NDArray[Any] | None = None
 
-    def write(self, times: NDArray[np.int64], ended: NDArray[np.bool_], ids: NDArray[Any] | None) -> None:
-        """Number the slots that were just written, which follow those that were written last.
+    @property
+    def nbytes(self) -> int:
+        """The memory that they take."""
+        return self.of.nbytes + self.follows.nbytes
+
+    def write(self, times: NDArray[np.int64], newest: int) -> bool:
+        """Note that whole slots along time were written with new steps; `newest` was the last one before.
+
+        Returns:
+            Whether they continue where the last write ended, so that `extend` can number them.
+        """
+        length = len(self.of)
+        position = np.arange(len(times))
+        before = np.concatenate([[newest], times[:-1]])
+        slot_before = (times - 1) % length
+        # A step follows if it was written right after the one that the slot before it shows in the end.
+        distinct, from_end = np.unique(times[::-1], return_index=True)
+        place = np.minimum(np.searchsorted(distinct, slot_before), len(distinct) - 1)
+        last_written = np.where(distinct[place] == slot_before, len(times) - 1 - from_end[place], -1)
+        follows = (before == slot_before) & (last_written == position - 1)
+        self.follows[(times + 1) % length] = False
+        self.follows[times] = follows[:, None]
+        self.of[times] = np.maximum(self.of[times], 0)
+        in_order = not self.is_stale and bool(follows[1:].all()) and (newest < 0 or bool(before[0] == slot_before[0]))
+        self.is_stale = not in_order
+        return in_order
+
+    def extend(self, times: NDArray[np.int64], ended: NDArray[np.bool_] | None, ids: NDArray[np.int64] | None) -> None:
+        """Number slots that were just written in order.
 
         Args:
-            times: Where along the ring, in order of time.
-            ended: ``[times, streams]``, whether an episode ended with that step.
-            ids: ``[times, streams]``, numbers of episodes if there are any: another one is another run.
+            times: Where along the ring.
+            ended: ``[1 + times, streams]``: as for `number`, with the slot before the first one in front.
+            ids: The same for ids.
         """
-        fresh = np.zeros(ended.shape, np.bool_)
-        fresh[1:] = ended[:-1]
+        starts = ~self.follows[times]
+        if ended is not None:
+            starts |= ended[:-1]
         if ids is not None:
-            fresh[1:] |= ids[1:] != ids[:-1]
-        if self._open is None or self._ended is None:
-            fresh[0] = True
-        else:
-            fresh[0] = self._ended
-            if ids is not None and self._last_id is not None:
-                fresh[0] |= ids[0] != self._last_id
-        count = np.cumsum(fresh, axis=0)
-        offset = self._next + np.cumsum(count[-1]) - count[-1]
-        before = self._open if self._open is not None else np.full(ended.shape[1], -1, np.int64)
-        numbers = np.where(count == 0, before, offset + count - 1)
-        self.of[times] = numbers
-        self._next += int(count[-1].sum())
-        self._open, self._ended = numbers[-1].copy(), ended[-1].copy()
-        self._last_id = None if ids is None else ids[-1].copy()
+            starts |= ids[1:] != ids[:-1]
+        before = self.of[(times[0] - 1) % len(self.of)]
+        starts[0] |= before == UNUSED
+        count = np.cumsum(starts, axis=0)
+        total = count[-1]
+        offset = self._next + np.cumsum(total) - total
+        self.of[times] = np.where(count == 0, before, offset + count - 1)
+        self._next += int(total.sum())
 
-    def valid(
-        self, time: NDArray[np.int64], stream: NDArray[np.int64], length: int, num_times: int
-    ) -> NDArray[np.bool_]:
-        """Tell which slices of `length` steps from these slots on stay in one run."""
-        last = (time + length - 1) % num_times
-        same: NDArray[np.bool_] = (self.of[time, stream] == self.of[last, stream]) & (self.of[time, stream] >= 0)
-        return same
+    def write_scattered(self, slots: NDArray[np.int64]) -> None:
+        """Note that single slots were written with new steps, which follow nothing."""
+        length, width = self.of.shape
+        time = slots // width
+        stream = slots % width
+        self.follows[time, stream] = False
+        self.follows[(time + 1) % length, stream] = False
+        self.of[time, stream] = np.maximum(self.of[time, stream], 0)
+        self.is_stale = True
+
+    def lose(self, slots: NDArray[np.int64]) -> None:
+        """Note that the steps of some slots are lost."""
+        self.write_scattered(slots)
+        self.of.reshape(-1)[slots] = UNUSED
+        self.has_holes = True
+
+    def number(self, ended: NDArray[np.bool_] | None, ids: NDArray[np.int64] | None) -> None:
+        """Find the runs.
+
+        Args:
+            ended: ``[time, streams]``, whether an episode ended with that step; None if there is no such flag.
+            ids: ``[time, streams]``, numbers of episodes; None if there are none.
+        """
+        starts = ~self.follows
+        if ended is not None:
+            starts |= np.roll(ended, 1, axis=0)
+        if ids is not None:
+            starts |= ids != np.roll(ids, 1, axis=0)
+        is_used = self.of != UNUSED
+        starts |= ~np.roll(is_used, 1, axis=0)
+        count = np.cumsum(starts, axis=0)
+        # Before its first start, a stream continues the run at the end of the ring.
+        count = np.where(count == 0, count[-1], count)
+        offset = self._next + np.cumsum(count[-1] + 1)
+        self.of = np.where(is_used, count + offset, UNUSED)
+        self._next = int(self.of.max(initial=0)) + 1
+        self.is_stale = False

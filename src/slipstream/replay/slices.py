@@ -20,10 +20,9 @@ except ImportError as error:
     raise ImportError(f"EpisodeSliceSampler needs torchrl: {install_hint('train')}") from error
 
 from slipstream.errors import ConfigurationError, ReplayError
-from slipstream.replay.prefix_sum import PrefixSum
+from slipstream.replay.draws import Starts, draw_from, draw_starts
+from slipstream.replay.runs import UNUSED
 from slipstream.replay.storage import PackedEpisodeStorage
-
-_TRIES = 8
 
 
 class EpisodeSliceSampler(Sampler):  # type: ignore[misc, unused-ignore]
@@ -78,15 +77,18 @@ class EpisodeSliceSampler(Sampler):  # type: ignore[misc, unused-ignore]
         """Draw indices for a batch; see the class.
 
         Raises:
-            ReplayError: If the batch size is no multiple, the storage is of another kind, or no episode is as long.
+            ReplayError: If the batch size is no multiple, the storage is of another kind, no episode is as long, or
+                steps do not tell where their episodes end.
         """
         if not isinstance(storage, PackedEpisodeStorage):
             raise ReplayError(f"the storage is a {type(storage).__qualname__}, expected a PackedEpisodeStorage")
         length, count = self._shape(operator.index(batch_size))
-        with storage._lock:
-            time, stream = self._draw(storage, length, count)
-            times = ((time[:, None] + np.arange(length)) % max(1, len(storage._frame_of))).reshape(-1)
-            places = np.unravel_index(np.repeat(stream, length), storage._streams) if storage._streams else ()
+        with storage.steps.lock:
+            stream, time = self._draw(storage, length, count)
+            times = ((time[:, None] + np.arange(length)) % max(1, storage.ring.num_times)).reshape(-1)
+            places: tuple[NDArray[np.int64], ...] = ()
+            if storage.ring.streams:
+                places = np.unravel_index(np.repeat(stream, length), storage.ring.streams)
             index = tuple(torch.from_numpy(np.ascontiguousarray(part)) for part in (times, *places))
             return index, self._marks(storage, index, count, length)
 
@@ -97,45 +99,44 @@ class EpisodeSliceSampler(Sampler):  # type: ignore[misc, unused-ignore]
             raise ReplayError(f"batch_size is {batch_size}, expected a multiple of {name}={whole}")
         return (whole, batch_size // whole) if self.slice_len else (batch_size // whole, whole)
 
-    def _draw(
-        self, storage: PackedEpisodeStorage, length: int, count: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        num_times = storage._len_along_dim0 if storage.initialized else 0
+    def _draw(self, storage: PackedEpisodeStorage, length: int, count: int) -> Starts:
+        """Return the stream and the time of the first step of each slice."""
+        num_times = storage.num_times if storage.initialized else 0
         if not num_times:
             raise ReplayError("there is nothing to sample: nothing was stored yet")
-        runs, oldest = storage.runs, storage.oldest
-        width = runs.of.shape[1]
-        ages, streams = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        missing = count
-        last_start = num_times - length
-        for _ in range(_TRIES if last_start >= 0 else 0):
-            age = torch.randint(0, last_start + 1, (2 * missing,), generator=self._rng).numpy()
-            stream = torch.randint(0, width, (2 * missing,), generator=self._rng).numpy()
-            fits = runs.valid((age + oldest) % num_times, stream, length, num_times)
-            ages.append(age[fits][:missing])
-            streams.append(stream[fits][:missing])
-            missing -= len(ages[-1])
-            if not missing:
-                break
-        if missing:
-            age, stream = self._count(runs.of[(np.arange(num_times) + oldest) % num_times], length, missing)
-            ages.append(age)
-            streams.append(stream)
-        return (np.concatenate(ages) + oldest) % num_times, np.concatenate(streams)
+        storage.require_roles()
+        # In the order of time, so that no slice joins the newest step to the oldest.
+        runs = storage.runs
+        oldest = storage.oldest
+        num_starts = num_times - length + 1
 
-    def _count(self, runs: NDArray[np.int64], length: int, missing: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Find all slices there are and draw from them: exact, and O(n)."""
-        starts = len(runs) - length + 1
-        valid = runs[:starts] == runs[length - 1 :] if starts > 0 else np.zeros((0, runs.shape[1]), np.bool_)
-        choices = PrefixSum()
-        choices.extend(valid.sum(axis=0))
-        if not choices.total:
-            raise ReplayError(f"no episode in the storage has {length} steps one after another")
-        drawn = torch.randint(0, choices.total, (missing,), generator=self._rng).numpy()
-        stream = choices.get_range_idx(drawn)
-        rank = choices.get_range_relative_idx(drawn, stream)
-        age = np.array([np.flatnonzero(valid[:, s])[r] for s, r in zip(stream, rank, strict=True)], np.int64)
-        return age, stream
+        def draw(high: int, count: int) -> NDArray[np.int64]:
+            return torch.randint(0, high, (count,), generator=self._rng).numpy()
+
+        def propose(missing: int) -> Starts:
+            if num_starts < 1:
+                return _nothing()
+            age = draw(num_starts, 2 * missing)
+            stream = draw(runs.shape[1], 2 * missing)
+            first = runs[(age + oldest) % num_times, stream]
+            last = runs[(age + oldest + length - 1) % num_times, stream]
+            fits = (first == last) & (first != UNUSED)
+            return stream[fits][:missing], age[fits][:missing]
+
+        def enumerate_rest(missing: int) -> Starts:
+            ordered = runs[(np.arange(num_times) + oldest) % num_times]
+            fits = np.zeros((0, runs.shape[1]), np.bool_)
+            if num_starts > 0:
+                fits = (ordered[:num_starts] == ordered[length - 1 :]) & (ordered[:num_starts] != UNUSED)
+            counts = fits.sum(axis=0)
+            if not counts.any():
+                raise ReplayError(f"no episode in the storage has {length} steps one after another")
+            stream, rank = draw_from(counts, missing, draw)
+            age = np.array([np.flatnonzero(fits[:, s])[r] for s, r in zip(stream, rank, strict=True)], np.int64)
+            return stream, age
+
+        stream, age = draw_starts(count, propose, enumerate_rest)
+        return stream, (age + oldest) % num_times
 
     def _marks(
         self, storage: PackedEpisodeStorage, index: tuple[torch.Tensor, ...], count: int, length: int
@@ -147,10 +148,11 @@ class EpisodeSliceSampler(Sampler):  # type: ignore[misc, unused-ignore]
         truncated = truncated.reshape(-1, 1)
         parent = self.truncated_key[:-1]
         marks = {"done": truncated, "terminated": torch.zeros_like(truncated)}
-        known = {name: storage._columns.get((*parent, name)) for name in marks}
-        marks |= {
-            name: marks[name] | column[index].reshape(-1, 1) for name, column in known.items() if column is not None
-        }
+        for name in list(marks):
+            flags = storage.flags((*parent, name), index)
+            if flags is not None:
+                # One flag per step: with several agents, any of them.
+                marks[name] = marks[name] | (flags != 0).reshape(len(truncated), -1).any(1, keepdim=True)
         named = {(*parent, name) if parent else name: flags.to(storage.device) for name, flags in marks.items()}
         key = self.truncated_key if len(self.truncated_key) > 1 else self.truncated_key[0]
         return {key: truncated.to(storage.device), **named}
@@ -172,3 +174,7 @@ class EpisodeSliceSampler(Sampler):  # type: ignore[misc, unused-ignore]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(slice_len={self.slice_len}, num_slices={self.num_slices})"
+
+
+def _nothing() -> Starts:
+    return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -17,19 +17,19 @@ class Tail:
     def __init__(self) -> None:
         self.length = 0
         self._room = 0
-        self._arrays: dict[str, NDArray[Any]] = {}
+        self._arrays: dict[Any, NDArray[Any]] = {}
 
     @property
     def nbytes(self) -> int:
         """The memory it takes, room to grow included."""
         return sum(array.nbytes for array in self._arrays.values())
 
-    def nbytes_with(self, values: Mapping[str, NDArray[Any]]) -> int:
+    def nbytes_with(self, values: Mapping[Any, NDArray[Any]]) -> int:
         """Return the memory that it would take once these rows are appended."""
         count = len(next(iter(values.values())))
         return sum(self._room_for(count) * (rows.nbytes // count) for rows in values.values())
 
-    def append(self, values: Mapping[str, NDArray[Any]]) -> None:
+    def append(self, values: Mapping[Any, NDArray[Any]]) -> None:
         """Copy rows to the end; all arrays have as many, and the same dtypes and shapes as before."""
         count = len(next(iter(values.values())))
         room = self._room_for(count)
@@ -48,7 +48,7 @@ class Tail:
         needed = self.length + count
         return self._room if needed <= self._room else max(_LEAST, 2 * needed)
 
-    def values(self) -> dict[str, NDArray[Any]]:
+    def values(self) -> dict[Any, NDArray[Any]]:
         """Return the rows there are, as views."""
         return {name: array[: self.length] for name, array in self._arrays.items()}
 
