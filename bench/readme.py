@@ -69,6 +69,9 @@ def peers(read: Callable[[str], str], rows: dict[str, str], unit: str = "") -> s
 def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
     """Return for each row: what it is about, our number, those of others, and the script."""
 
+    def flights(name: str) -> str:
+        return tables.cell("flights", name, "`through`").strip("*").partition(" [")[0]
+
     def saver(name: str, column: str) -> str:
         return tables.cell("checkpoint", name, column)
 
@@ -96,6 +99,19 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
         return {name: name for name in names}
 
     return [
+        (
+            "Flights through unseen obstacles that reach the goal, `preset=quick` and `strong`",
+            f"{flights('quick, mean')} and {flights('strong, mean')}",
+            peers(
+                flights,
+                {
+                    "without a teacher": "untaught, mean",
+                    "NavRL's released policy (other dynamics)": "NavRL",
+                    "planner without learning": "planner",
+                },
+            ),
+            "flights",
+        ),
         (
             "A checkpoint, the caller's stall",
             f"{saver(ours, 'stall ms')} ms",

@@ -65,10 +65,12 @@ from .rl.config import PPOConfig as PPOConfig
 from .rl.encoder import ImageJointEncoder as ImageJointEncoder
 from .rl.network import NavRLPolicy as NavRLPolicy
 from .rl.ppo import PPO as PPO
-from .rollout.advice import Advice as Advice
-from .rollout.advice import advise as advise
+from .rollout.advise import Advice as Advice
+from .rollout.advise import advise as advise
 from .rollout.batch import load_rollout as load_rollout
 from .rollout.batch import save_rollout_compressed as save_rollout_compressed
+from .rollout.buffers import pack_rollout as pack_rollout
+from .rollout.buffers import unpack_rollout as unpack_rollout
 from .rollout.compressed import CompressedTensorDict as CompressedTensorDict
 from .rollout.storage import RolloutStorage as RolloutStorage
 from .store.container import Container as Container

@@ -201,6 +201,13 @@ def test_the_page_about_the_shield_runs(tmp_path, monkeypatch):
     assert not names["terminated"].any()
 
 
+def test_the_page_about_plans_runs_and_prints_what_it_says(tmp_path, monkeypatch):
+    names = run_page(ROOT / "docs" / "guides" / "which-plan.md", tmp_path, monkeypatch)
+    decision = names["advice"].decision
+    assert (decision.plan, decision.fits, decision.packing_pays, decision.packed_fits) == ("C", False, True, True)
+    assert (decision.costs_too_much, decision.num_envs_that_fit, decision.save_interval) == (False, 43, 100)
+
+
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory):
     """What the page about extending leaves: a codec, a described dataset, a logged run."""
