@@ -58,6 +58,30 @@ def test_a_run_that_is_complete_says_so_and_goes_on_if_asked_to(run, slipstream,
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 7
 
 
+def test_a_complete_run_is_not_flown_again_and_claims_no_savings(run, slipstream, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "first", symlinks=True)
+    # The evaluation in the copy is of a checkpoint in another folder.
+    first = slipstream("train", f"resume={copy}")
+    assert "flying: " in first.out
+    recorded = (copy / "eval/final.json").read_text()
+    again = slipstream("train", f"resume={copy}")
+    assert again.code == 0, again.err
+    assert "nothing is trained" in " ".join(again.out.split())
+    assert "this policy was evaluated before" in " ".join(again.out.split())
+    assert "flying: " not in again.out
+    assert "success with shield" in again.out
+    assert "times smaller" not in again.out
+    assert "frames/s" not in again.out
+    assert (copy / "eval/final.json").read_text() == recorded
+    document = slipstream.json("train", f"resume={copy}", "--json")
+    assert document["evaluation"] == json.loads(recorded)["results"]
+    for name in ("frames_per_s", "checkpoint_stall_ms", "checkpoint_ratio", "rollout_ratio"):
+        assert document[name] is None
+    # Other conditions are another evaluation.
+    fewer = slipstream.json("train", f"resume={copy}", "eval_episodes=4", "--json")
+    assert fewer["evaluation"][0]["episodes"] == 4
+
+
 def test_settings_can_be_looked_at_without_training(slipstream, tmp_path):
     shown = slipstream("train", "preset=quick", f"run_dir={tmp_path}", "env.num_envs=72", "--cfg")
     assert "num_envs: 72" in shown.out
@@ -107,6 +131,19 @@ def test_weights_and_biases_without_a_key_is_one_sentence_and_leaves_nothing(tmp
     assert failed.returncode == 2
     assert "wandb.mode=online failed: No API key configured" in failed.stderr
     assert "wandb.mode=offline needs no account" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert not (tmp_path / "runs/x").exists()
+
+
+def test_a_mode_that_weights_and_biases_does_not_know_is_one_sentence_and_leaves_nothing(tmp_path):
+    pytest.importorskip("wandb")
+    command = [sys.executable, "-m", "slipstream", "train", *SMALL, "name=x", "wandb.mode=offline"]
+    environment = {**os.environ, "WANDB_MODE": "of", "HOME": str(tmp_path)}
+    failed = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 2
+    assert "wandb.mode=offline failed: " in failed.stderr
     assert "Traceback" not in failed.stderr
     assert not (tmp_path / "runs/x").exists()
 
@@ -177,6 +214,17 @@ def test_a_checkpoint_that_is_none_is_one_sentence(command, slipstream, tmp_path
     assert not list(tmp_path.glob("policy*"))
 
 
+@pytest.mark.parametrize("command", ["eval", "export"])
+def test_a_policy_whose_weights_are_no_numbers_is_refused(command, slipstream, tmp_path):
+    state = NavRLPolicy().state_dict()
+    state["actor.module.0.module.alpha_layer.bias"][1] = float("nan")
+    torch.save(state, tmp_path / "diverged.pt")
+    failed = slipstream(command, tmp_path / "diverged.pt")
+    assert failed.code == 2
+    assert "diverged.pt contains NaN or infinity in actor.module.0.module.alpha_layer.bias" in failed.err
+    assert failed.err.count("\n") == 1
+
+
 def test_unknown_choices_are_one_sentence(run, slipstream):
     assert "--format is 'tflite', expected one of 'onnx" in slipstream("export", run, "--format", "tflite").err
 
@@ -195,6 +243,7 @@ def test_a_policy_is_exported_into_a_folder_or_under_a_name(run, slipstream, tmp
     for output, path in {
         tmp_path / "robot": "robot/policy.ts",
         f"{tmp_path}/robot/.": "robot/policy.ts",
+        f"{tmp_path}/another/robot/": "another/robot/policy.ts",
         tmp_path / "new/pilot": "new/pilot.ts",
         tmp_path / "pilot.ts": "pilot.ts",
         tmp_path / "pilot.onnx": "pilot.ts",

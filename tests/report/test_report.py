@@ -385,6 +385,15 @@ def with_references(document):
     return {**document, "results": [*others, *document["results"]]}
 
 
+def test_one_map_and_one_flight_are_singular(builder, make_evaluation):
+    document = make_evaluation(6)
+    document["results"][0] |= {"episodes": 1, "map_seeds": [1000], "num_dynamic_obstacles": 1}
+    run = builder()
+    run.evaluation("final", document)
+    words = " ".join(Page(write_report(run.folder)).words.split())
+    assert "of 1 flight reached their goal Through the field (1 map, 1 moving obstacle)" in words
+
+
 def test_the_headline_is_the_policy_through_the_field_next_to_shield_and_planner(builder, make_evaluation):
     run = builder()
     run.evaluation("final", with_references(make_evaluation(6)))

@@ -1,5 +1,6 @@
 """The folder of a run: who may write it, what a resumed run deletes, and where ``last`` points."""
 
+import json
 import subprocess
 import sys
 
@@ -108,6 +109,21 @@ def test_evaluations_and_metrics_of_later_iterations_are_deleted(tmp_path):
     folder.forget_after(3)
     assert sorted(path.name for path in folder.evaluations.iterdir()) == ["final.json", *names[:2]]
     assert read_metrics(folder.metrics) == [{"iteration": 3}]
+
+
+def test_the_final_evaluation_of_an_iteration_that_is_repeated_is_deleted_with_its_flights(tmp_path):
+    folder = begin(tmp_path / "x")
+    folder.evaluations.mkdir()
+    results = [{"flights": "final_through.slip"}, {"flights": None}, {"flights": "../config.yaml"}]
+    final = folder.evaluations / "final.json"
+    final.write_text(json.dumps({"iteration": 6, "results": results}))
+    for name in ("final_through.slip", "final_approach.json", "evaluation.json"):
+        (folder.evaluations / name).touch()
+    folder.forget_after(6)
+    assert final.exists()
+    folder.forget_after(5)
+    assert sorted(path.name for path in folder.evaluations.iterdir()) == ["evaluation.json", "final_approach.json"]
+    assert folder.config.exists()
 
 
 def test_changes_are_recorded_once_and_again_from_an_earlier_checkpoint(tmp_path):

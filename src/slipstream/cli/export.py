@@ -21,8 +21,8 @@ def export(
         list[str] | None, typer.Option("--format", help="onnx or torchscript; may be repeated. Both by default.")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(help="A file name without suffix, or an existing folder; the run's folder by default."),
+        str | None,
+        typer.Option(help="A file name without suffix, or a folder; the run's folder by default."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -31,6 +31,7 @@ def export(
     Each file is compared with the policy before it is kept. The velocity is the mean action, in goal coordinates.
     """
     from slipstream.cli.output import print_json, print_lines  # noqa: PLC0415 - keeps --help quick
+    from slipstream.store.local import make_folder  # noqa: PLC0415
     from slipstream.train.export import SUFFIXES, export_policy, output_path  # noqa: PLC0415
     from slipstream.train.policy import load_policy  # noqa: PLC0415
 
@@ -38,7 +39,12 @@ def export(
     for kind in chosen:
         require_choice("--format", kind, list(SUFFIXES))
     loaded = load_policy(checkpoint)
-    base = output or loaded.run or loaded.path.parent
+    base = loaded.run or loaded.path.parent
+    if output is not None:
+        base = Path(output)
+        if output.endswith("/"):
+            # A folder that need not exist. A Path does not know how its text ended.
+            make_folder(base)
     kinds = [kind for kind in SUFFIXES if kind in chosen]
     written = [export_policy(loaded.policy, output_path(base, kind), kind) for kind in kinds]
     if json:

@@ -56,7 +56,9 @@ def train(
     trainer = Trainer(settings, folder, display.update)
     try:
         if is_resumed:
-            screen.print(f"resuming {folder.path} from iteration {trainer.restore()}")
+            done = trainer.restore()
+            display.begin_after(done)
+            screen.print(f"resuming {folder.path} from iteration {done}")
         else:
             screen.print(f"starting {folder.path}: {settings.num_iterations} iterations on {settings.torch_device()}")
         with display:
@@ -93,31 +95,46 @@ def _outcome(trainer: Trainer) -> dict[str, Any]:
 
 
 def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str, Any]:
-    """Evaluate, write the report, and return the results."""
+    """Evaluate, write the report, and return the results.
+
+    A run that was complete and evaluated before is not flown again: the result would be the same.
+    """
     from slipstream.cli.evaluation_output import fly_jobs  # noqa: PLC0415 - keeps --help quick
     from slipstream.report.page import write_report  # noqa: PLC0415
     from slipstream.train.evaluation.flights import SEED  # noqa: PLC0415
     from slipstream.train.evaluation.jobs import describe_conditions, final_jobs  # noqa: PLC0415
-    from slipstream.train.evaluation.results import save_evaluation  # noqa: PLC0415
+    from slipstream.train.evaluation.results import recorded_evaluation, save_evaluation  # noqa: PLC0415
+    from slipstream.train.folder import FINAL  # noqa: PLC0415
 
     jobs = final_jobs(trainer.ppo.policy, settings)
-    results = fly_jobs(jobs, settings, screen, settings.eval_episodes, SEED)
     conditions = describe_conditions(jobs, settings, episodes=settings.eval_episodes)
     about = {**trainer.about(), "conditions": conditions}
-    _, document = save_evaluation(results, trainer.folder.evaluations, "final", about)
+    document = recorded_evaluation(trainer.folder.evaluations, FINAL, about)
+    if document is None:
+        results = fly_jobs(jobs, settings, screen, settings.eval_episodes, SEED)
+        _, document = save_evaluation(results, trainer.folder.evaluations, FINAL, about)
+    else:
+        path = trainer.folder.path
+        screen.print(f"this policy was evaluated before: these are its results (slipstream eval {path} flies again)")
     screen.print("writing the report")
     report = write_report(trainer.folder.path)
     timing = trainer.monitor.get_stats(window=1000)
     seconds = sum(timing[name]["mean"] for name in ("rollout", "update") if name in timing)
-    return {
+    saving = trainer.checkpoint_stats()
+    outcome = {
         "report": str(report),
         "frames_per_s": settings.frames_per_iteration / seconds if seconds else None,
-        "checkpoints_saved": int(trainer.checkpoint_stats()["save_count"]),
-        "checkpoint_stall_ms": trainer.checkpoint_stall_ms(),
-        "checkpoint_ratio": trainer.checkpoint_stats()["compression_ratio"],
+        "checkpoints_saved": int(saving["save_count"]),
+        "checkpoint_stall_ms": None,
+        "checkpoint_ratio": None,
         "rollout_ratio": _rollout_ratio(trainer),
         "evaluation": document["results"],
     }
+    # A run that was complete already saved nothing this time, so there is nothing to average.
+    if outcome["checkpoints_saved"]:
+        outcome["checkpoint_stall_ms"] = trainer.checkpoint_stall_ms()
+        outcome["checkpoint_ratio"] = saving["compression_ratio"]
+    return outcome
 
 
 def _rollout_ratio(trainer: Trainer) -> float | None:
@@ -156,7 +173,6 @@ def _describe(outcome: dict[str, Any], settings: TrainSettings) -> list[str]:
     others = [result for result in outcome["evaluation"] if result["candidate"] != "policy"]
     lines += [f"  {_CANDIDATES[result['candidate']]}  {rate('success', result)}" for result in others]
     lines.append(f"training           {outcome['env_frames']:,} frames" + (f", {fps:,.0f} frames/s" if fps else ""))
-    # A run that was complete already saved nothing this time.
     if outcome["checkpoints_saved"]:
         lines.append(
             f"checkpoints        {outcome['checkpoint_ratio']:.2f} times smaller, "

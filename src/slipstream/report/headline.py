@@ -9,7 +9,7 @@ from slipstream.report.evaluations import Evaluation, Quantity, Scenario
 from slipstream.report.markup import Html, element, join
 from slipstream.report.run import Run
 from slipstream.report.wording import say_interval, say_moment
-from slipstream.text import format_bytes, format_count, format_percent, format_ratio, format_seconds
+from slipstream.text import format_bytes, format_count, format_percent, format_ratio, format_seconds, plural
 
 CANDIDATE_TITLES = {"policy_shield": "Policy with shield", "planner": "Planner, without learning"}
 
@@ -51,11 +51,13 @@ def _hero(evaluation: Evaluation) -> Html | None:
     if scenario is None or success is None:
         return None
     interval = say_interval(success, percent=True)
-    flown = f" of {format_count(scenario.episodes)} flights" if scenario.episodes else " of flights"
+    flown = "of flights"
+    if scenario.episodes:
+        flown = f"of {plural(scenario.episodes, 'flight')}"
     return element(
         "div",
         element("p", format_percent(success.mean), class_="number"),
-        element("p", f"{flown.strip()} reached their goal", class_="what"),
+        element("p", f"{flown} reached their goal", class_="what"),
         element("p", _where(scenario), class_="note"),
         interval_bar(success),
         element("p", f"95 % interval: {interval}", class_="note") if interval else "",
@@ -67,10 +69,10 @@ def _hero(evaluation: Evaluation) -> Html | None:
 def _where(scenario: Scenario) -> str:
     """Return where the flights of a scenario were."""
     words = []
-    for key, what in (("num_maps", "maps"), ("num_dynamic_obstacles", "moving obstacles")):
+    for key, what in (("num_maps", "map"), ("num_dynamic_obstacles", "moving obstacle")):
         number = scenario.facts.get(key)
         if number:
-            words.append(f"{format_count(number)} {what}")
+            words.append(plural(int(number), what))
     if not words:
         return scenario.title
     return f"{scenario.title} ({', '.join(words)})"

@@ -35,10 +35,9 @@ class Display:
     Args:
         console: Where.
         num_iterations: How many there will be.
-        done: How many there have been before.
     """
 
-    def __init__(self, console: Console, num_iterations: int, done: int = 0) -> None:
+    def __init__(self, console: Console, num_iterations: int) -> None:
         self._console = console
         self._num_iterations = num_iterations
         self._known: dict[str, float] = {}
@@ -52,8 +51,12 @@ class Display:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._progress.add_task("training", total=num_iterations, completed=done)
+        self._task = self._progress.add_task("training", total=num_iterations)
         self._live = Live(self._panel(), console=console, refresh_per_second=4) if console.is_terminal else None
+
+    def begin_after(self, iteration: int) -> None:
+        """Show the iterations up to this one as done; for a run that is resumed."""
+        self._progress.update(self._task, completed=iteration)
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Show the metrics of an iteration; what it does not have stays as it was."""

@@ -19,6 +19,7 @@ from slipstream.train.changes import Change
 from slipstream.train.settings import TrainSettings, load_yaml, to_yaml
 
 LAST = "last"
+FINAL = "final"  # name of the evaluation at the end of a training
 
 
 class RunFolder:
@@ -135,7 +136,10 @@ class RunFolder:
             temporary.replace(link)
 
     def forget_after(self, iteration: int) -> None:
-        """Delete the metrics and the evaluations of later iterations: a resumed run repeats those."""
+        """Delete the metrics and the evaluations of later iterations: a resumed run repeats those.
+
+        Evaluations by `slipstream eval` stay: they say which iteration they are of.
+        """
         forget_after(self.metrics, iteration)
         if not self.evaluations.is_dir():
             return
@@ -143,6 +147,28 @@ class RunFolder:
             match = re.match(r"iter_(\d+)", path.name)
             if match is not None and int(match[1]) > iteration:
                 path.unlink()
+        self._forget_final(iteration)
+
+    def _forget_final(self, iteration: int) -> None:
+        """Delete the evaluation at the end of a training that ended after this iteration.
+
+        That happens if the newest checkpoint of a complete run is damaged: the run resumes from the one before.
+        """
+        path = self.evaluations / f"{FINAL}.json"
+        try:
+            with open_regular(path) as file:
+                document = json.load(file)
+            evaluated = document["iteration"]
+            flights = [result["flights"] for result in document["results"]]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            # There is none, or it is not ours.
+            return
+        if not isinstance(evaluated, int) or evaluated <= iteration:
+            return
+        path.unlink()
+        for name in flights:
+            if isinstance(name, str) and name == Path(name).name:
+                (self.evaluations / name).unlink(missing_ok=True)
 
     def release(self) -> None:
         """Let other processes train here. A folder that `claim` created is removed if the run never began."""

@@ -110,8 +110,9 @@ class WandbLogger:
                 config=config,
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        except wandb.errors.Error as error:
-            reason = str(error).splitlines()[0].rstrip(".")
+        except (wandb.errors.Error, ValueError) as error:
+            # ValueError: a variable such as WANDB_MODE has a value that does not exist.
+            reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigurationError(
                 f"wandb.mode={settings.mode} failed: {reason}; wandb.mode=offline needs no account"
             ) from error

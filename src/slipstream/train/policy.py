@@ -18,6 +18,7 @@ from slipstream.errors import ConfigurationError, CorruptFileError, StateMismatc
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy
 from slipstream.store.local import open_regular
+from slipstream.text import list_first
 from slipstream.train.settings import TrainSettings, compose_settings, override_settings, settings_from
 
 _LISTED = 4
@@ -61,7 +62,8 @@ def load_policy(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
     Raises:
         FileNotFoundError: If there is no such file, or no checkpoint in the folder.
-        ConfigurationError: If it holds no policy that the network takes, or the settings make no sense.
+        ConfigurationError: If it holds no policy that the network takes, if a weight is NaN or infinite, or if the
+            settings make no sense.
         CorruptFileError: If it is damaged.
     """
     path = Path(path).expanduser()
@@ -82,9 +84,20 @@ def load_policy(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise StateMismatchError(
             f"{path} is not a checkpoint of NavRL's network: {'; '.join(problems[:_LISTED])}{more}"
         )
+    _require_finite(state, path)
     policy.load_state_dict(state)
     run = path.parent.parent if path.parent.name == "checkpoints" else None
     return LoadedPolicy(policy.to(settings.torch_device()), settings, trained, path, run, metrics)
+
+
+def _require_finite(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Refuse weights that are no numbers: such a policy would hover, which looks like a result."""
+    broken = []
+    for name, tensor in state.items():
+        if not bool(tensor.isfinite().all()):
+            broken.append(name)
+    if broken:
+        raise ConfigurationError(f"{path} contains NaN or infinity in {list_first(broken)}, expected numbers")
 
 
 def _newest(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -207,6 +208,16 @@ def test_two_candidates_are_compared_flight_by_flight():
     same = compare(straight, straight)
     assert same.success.mean == 0
     assert same.verdict("a", "b").startswith("no significant difference: b +0.000")
+
+
+def test_a_comparison_on_too_few_maps_is_not_called_a_result():
+    few = [Job(candidate, replace(FEW_BOXES, num_maps=5)) for candidate in (STILL, STRAIGHT)]
+    comparison = compare(*run_jobs(few, long_enough(), episodes=40))
+    assert comparison.success.mean > 0.2
+    assert not comparison.success.significant
+    sentence = comparison.verdict("a", "b")
+    assert sentence.startswith("not tested: b +0.")
+    assert sentence.endswith("a test needs 6 maps, and these are 5")
 
 
 def test_flights_that_are_not_the_same_cannot_be_compared():

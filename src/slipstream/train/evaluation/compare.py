@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.errors import ConfigurationError
 from slipstream.store.local import atomic_write, make_folder
 from slipstream.train.evaluation.results import ScenarioResult
-from slipstream.train.evaluation.statistics import Difference, paired_difference
+from slipstream.train.evaluation.statistics import LEAST_CLUSTERS, Difference, paired_difference
 
 FORMAT = "slipstream.comparison"
 VERSION = 1
@@ -60,6 +60,12 @@ class Comparison:
         difference = self.success
         size = f"{abs(difference.mean):.3f}"
         numbers = f"95 %: {difference.low:+.3f} to {difference.high:+.3f}, p = {difference.p_value:.3g}"
+        num_clusters = self.first.num_clusters
+        if num_clusters < LEAST_CLUSTERS:
+            return (
+                f"not tested: {second} {difference.mean:+.3f} ({numbers}); "
+                f"a test needs {LEAST_CLUSTERS} maps, and these are {num_clusters}"
+            )
         if not difference.significant:
             return f"no significant difference: {second} {difference.mean:+.3f} ({numbers})"
         better = second

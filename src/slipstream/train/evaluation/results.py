@@ -213,15 +213,36 @@ def may_replace(path: Path, about: Mapping[str, Any], kind: str = FORMAT) -> boo
     """Return whether a file is missing, or of this format and says the same about itself."""
     if not os.path.lexists(path):
         return True
+    return _read_same(path, about, kind) is not None
+
+
+def recorded_evaluation(folder: Path, name: str, about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an evaluation of the same policy under the same conditions that was written before; None if there is none.
+
+    Args:
+        folder: Where evaluations are.
+        name: Of its file.
+        about: What it must say about itself; see `save_evaluation`.
+    """
+    document = _read_same(folder / f"{name}.json", about, FORMAT)
+    if document is None or document.get("version") != VERSION or not document.get("results"):
+        return None
+    return document
+
+
+def _read_same(path: Path, about: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
+    """Return the content of a file that is of this format and says the same about itself; None for any other."""
     try:
         with open_regular(path) as file:
             document = json.load(file)
     except (OSError, ValueError, RecursionError):
-        return False
+        return None
     if not isinstance(document, dict) or document.get("format") != kind:
-        return False
+        return None
     wanted = json.loads(json.dumps(about))
-    return all(document.get(key) == value for key, value in wanted.items())
+    if any(document.get(key) != value for key, value in wanted.items()):
+        return None
+    return document
 
 
 def require_writable(folder: Path) -> None:

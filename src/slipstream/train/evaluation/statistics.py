@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 NUM_RESAMPLES = 4000
 RESAMPLING_SEED = 20_000
 SIGNIFICANCE = 0.05
+LEAST_CLUSTERS = 6  # of a comparison: flipping the signs of fewer differences gives no p-value below .05
 
 # Assumed correlation between two flights on one map where the data cannot show it. In this simulator .04 was measured
 # on the line and about 0 through the field, so .1 errs on the safe side.
@@ -67,7 +68,7 @@ class Difference:
         high: Upper end of the 95 % interval.
         p_value: Probability of a difference at least this large if both were equally good. 1 with a single cluster,
             which cannot be tested.
-        significant: Whether the interval excludes 0 and ``p_value`` is below .05.
+        significant: Whether the interval excludes 0 and ``p_value`` is below .05, which takes `LEAST_CLUSTERS`.
     """
 
     mean: float
