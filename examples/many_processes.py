@@ -1,7 +1,7 @@
 """PPO in any number of processes, with the same result for each: run it with both commands and compare the last lines.
 
-    python examples/many_processes.py
-    torchrun --standalone --nproc-per-node=2 examples/many_processes.py
+python examples/many_processes.py
+torchrun --standalone --nproc-per-node=2 examples/many_processes.py
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
     first = group.local_shards.start
     for iteration in range(1, args.iterations + 1):
         rollouts = group.map(lambda shard: collectors[shard - first].collect())
-        metrics = ppo.update(rollouts, generator=generators)
+        metrics = ppo.update(rollouts, generators=generators)
         if group.rank == 0:
             print(f"iteration {iteration}: explained variance {metrics['explained_variance']:.3f}")
 

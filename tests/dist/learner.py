@@ -73,7 +73,7 @@ def main(rank: int, world: int, store: str, shards: int, iterations: int, plan: 
     for iteration in range(iterations):
         order = [generators[shard] for shard in group.local_shards]
         # As if rollouts were collected ahead: this takes the way through the correction for an older policy.
-        metrics = ppo.update(group.map(collect), generator=order, staleness=int(iteration > 0))
+        metrics = ppo.update(group.map(collect), generators=order, staleness=int(iteration > 0))
         print(digest(ppo, metrics), flush=True)
 
 

@@ -126,6 +126,7 @@ except RankLostError as error:
 def test_a_killed_process_is_an_error_in_all_others_and_no_hang(tmp_path):
     processes = start_ranks(PREAMBLE + LOSE, 4, tmp_path)
     for process in processes:
+        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     processes[3].send_signal(signal.SIGKILL)
     results = finish(processes)

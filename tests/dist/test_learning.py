@@ -42,7 +42,7 @@ def test_one_shard_learns_what_a_single_rollout_teaches():
     alone = PPO(make_policy(), PPOConfig(num_minibatches=2, training_epoch_num=1))
     ppo, rollouts, generators = sharded(make_policy(), 1, training_epoch_num=1)
     expected = alone.update(rollouts[0].clone(), generator=torch.Generator().manual_seed(0))
-    found = ppo.update(rollouts, generator=generators)
+    found = ppo.update(rollouts, generators=generators)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
@@ -54,7 +54,7 @@ def test_shards_learn_what_one_large_rollout_teaches():
     ppo = PPO(make_policy(), PPOConfig(num_minibatches=1, training_epoch_num=1), group=ShardGroup(2))
     alone = PPO(make_policy(), PPOConfig(num_minibatches=1, training_epoch_num=1))
     expected = alone.update(torch.cat([rollout.clone() for rollout in rollouts]))
-    found = ppo.update(rollouts, generator=generators)
+    found = ppo.update(rollouts, generators=generators)
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
     for mine, other in zip(ppo.policy.parameters(), alone.policy.parameters(), strict=True):
@@ -66,7 +66,7 @@ def test_a_shard_that_is_not_finite_stops_the_update_and_leaves_the_policy():
     rollouts[1]["next", "agents", "reward"][0, 0] = float("nan")
     before = {name: tensor.clone() for name, tensor in ppo.policy.state_dict().items()}
     with pytest.raises(NonFiniteError, match="reward"):
-        ppo.update(rollouts, generator=generators)
+        ppo.update(rollouts, generators=generators)
     for name, tensor in ppo.policy.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
@@ -74,6 +74,6 @@ def test_a_shard_that_is_not_finite_stops_the_update_and_leaves_the_policy():
 def test_an_update_needs_a_rollout_and_a_generator_for_each_shard():
     ppo, rollouts, generators = sharded(make_policy(), 2)
     with pytest.raises(ConfigurationError, match="expected a list of 2 rollouts"):
-        ppo.update(rollouts[0], generator=generators)
+        ppo.update(rollouts[0], generators=generators)
     with pytest.raises(ConfigurationError, match="expected a list of 2 generators"):
         ppo.update(rollouts)

@@ -94,12 +94,10 @@ class PPO:
         self._apply_config()
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         # The fused step divides tensors among threads, and rounds differently where the parts meet.
-        options = {"fused": True}
-        if group is not None:
-            options = {"fused": False, "foreach": False}
+        foreach = None if group is None else False
         for name, part in self._parts().items():
             rate = getattr(self.config, name).learning_rate
-            self._optimizers[name] = torch.optim.Adam(part.parameters(), lr=rate, **options)
+            self._optimizers[name] = torch.optim.Adam(part.parameters(), lr=rate, fused=group is None, foreach=foreach)
         self._features: Callable[..., torch.Tensor] = self.policy.features
         if compile:
             self._features = torch.compile(self.policy.features, dynamic=False)
@@ -150,7 +148,8 @@ class PPO:
         minibatches: Minibatches | None = None,
         *,
         staleness: int = 0,
-        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        generator: torch.Generator | None = None,
+        generators: Sequence[torch.Generator] = (),
     ) -> dict[str, float]:
         """Improve the policy from a rollout.
 
@@ -164,8 +163,8 @@ class PPO:
             minibatches: Makes the parts of an epoch; by default all steps shuffled, in `num_minibatches` parts. For a
                 ``CompressedTensorDict``, ``lambda batch: batch.minibatches(16)`` decodes least.
             staleness: How many updates older the policy that collected the rollout is than this one.
-            generator: Where the default order comes from; torch's own by default. With a group, a list with one for
-                each shard of this process.
+            generator: Where the default order comes from; torch's own by default.
+            generators: With a group, where the order of each shard of this process comes from.
 
         Returns:
             ``actor_loss, value_loss, entropy, approx_kl, clip_fraction``, and of each part its ``_grad_norm`` before
@@ -182,7 +181,7 @@ class PPO:
         """
         self._apply_config()
         if self._group is not None:
-            return self._update_shards(self._group, batch, minibatches, staleness, generator)
+            return self._update_shards(self._group, batch, minibatches, staleness, generators)
         lag = {"behaviour_kl": 0.0, "ess": 1.0}
         if staleness > 0:
             divergence, weight = catch_up(self.policy, batch)
@@ -327,9 +326,12 @@ class PPO:
 
         total = group.sum(group.map(compute))
         metrics = dict(zip(names, total[: len(names)].unbind(), strict=True))
-        sizes = [parameter.numel() for parameter in parameters]
-        flat = total[len(names) :].split(sizes)
-        return metrics, [one.view_as(parameter) for one, parameter in zip(flat, parameters, strict=True)]
+        gradients = []
+        place = len(names)
+        for parameter in parameters:
+            gradients.append(total[place : place + parameter.numel()].view_as(parameter))
+            place += parameter.numel()
+        return metrics, gradients
 
     def _catch_up_shards(self, group: ShardGroup, rollouts: Sequence[Any]) -> dict[str, float]:
         """Write what the present policy thinks of the actions of an older one; returns how far they are apart."""
@@ -370,9 +372,7 @@ class PPO:
         return moments.explained_variance()
 
 
-def shuffle(
-    batch: Any, *, num_minibatches: int, generator: torch.Generator | None = None
-) -> Iterator[TensorDictBase]:
+def shuffle(batch: Any, *, num_minibatches: int, generator: torch.Generator | None = None) -> Iterator[TensorDictBase]:
     """Yield all steps of a rollout once, in random order, in parts of nearly equal size.
 
     Args:
@@ -387,9 +387,7 @@ def shuffle(
     flat = batch.exclude("next").reshape(-1)
     size = flat.batch_size[0]
     if size < num_minibatches:
-        raise ConfigurationError(
-            f"the batch has {size} steps, expected at least one for {num_minibatches} minibatches"
-        )
+        raise ConfigurationError(f"the batch has {size} steps, expected at least one for {num_minibatches} minibatches")
     for index in torch.randperm(size, generator=generator).tensor_split(num_minibatches):
         yield flat[index]
 

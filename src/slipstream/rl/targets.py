@@ -57,7 +57,7 @@ def estimate_targets(policy: NavRLPolicy, batch: Any, *, navrl_compat: bool = Fa
 
 @torch.no_grad()
 def next_values(policy: NavRLPolicy, batch: Any) -> torch.Tensor:
-    """Return normalised values of next observations, ``[environment, time, 1]``; those of terminated steps mean nothing.
+    """Return normalised values of next observations, ``[environment, time, 1]``; ignore those of terminated steps.
 
     They are computed only where the next observation is not that of the next step; elsewhere, the rollout has them.
 
@@ -65,7 +65,7 @@ def next_values(policy: NavRLPolicy, batch: Any) -> torch.Tensor:
         policy: Whose values.
         batch: Rollout ``[environment, time]``.
     """
-    value = batch[VALUE]
+    value: torch.Tensor = batch[VALUE]
     terminated, done = batch["next", "terminated"], batch["next", "done"]
     seen, seen_next = (batch[(*prefix, "agents", "observation", "state")] for prefix in ((), ("next",)))
     is_new = torch.ones_like(done[..., 0])
