@@ -77,6 +77,7 @@ class ShardGroup:
         if torch_dist.is_available() and torch_dist.is_initialized():
             self.rank = torch_dist.get_rank()
             self.world = torch_dist.get_world_size()
+        # Pairs of pairs need a power of two, and so does the exchange between processes.
         if shards & (shards - 1):
             raise ConfigurationError(f"shards is {shards}, expected a power of two")
         if shards % self.world:
@@ -139,6 +140,7 @@ class ShardGroup:
         Raises:
             RankLostError: If another process has exited.
         """
+        # Each process contributes its flag once, as the row of its first shard.
         mine = torch.tensor([int(flag)], dtype=torch.int32, device=self._device())
         zero = torch.zeros_like(mine)
         return bool(self.sum([mine, *[zero] * (len(self.local_shards) - 1)]).item())
@@ -184,6 +186,7 @@ class ShardGroup:
         mine = mine.contiguous()
         theirs = torch.empty_like(mine)
         with self._naming_lost_ranks(partner):
+            # Both directions at once: with nccl, two processes that both send first would wait for each other.
             operations = [
                 torch_dist.P2POp(torch_dist.isend, mine, partner),
                 torch_dist.P2POp(torch_dist.irecv, theirs, partner),

@@ -227,7 +227,7 @@ class PPO:
         targets = estimate_targets(self.policy, batch, navrl_compat=self.config.navrl_compat)
         raw = targets.advantage
         advantage = (raw - raw.mean()) / raw.std().clamp(min=_LEAST_DEVIATION)
-        self._require_finite_targets(targets._replace(advantage=advantage))
+        self._require_finite_targets(Targets(targets.reward, targets.value, advantage, targets.target))
         norm = self.policy.value_norm
         norm.update(targets.target)
         batch.set(ADVANTAGE, advantage)
