@@ -19,6 +19,7 @@ LAYERS = [
     {"errors"},
     {"checks", "floats", "text"},
     {"threads"},
+    {"dist"},
     {"memory", "nav", "rl"},
     {"codecs"},
     {"store"},

@@ -39,6 +39,7 @@ from .errors import MissingEntryError as MissingEntryError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import OutOfRangeError as OutOfRangeError
 from .errors import QueueFullError as QueueFullError
+from .errors import RankLostError as RankLostError
 from .errors import ReplayError as ReplayError
 from .errors import RolloutError as RolloutError
 from .errors import SlipstreamError as SlipstreamError

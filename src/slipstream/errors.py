@@ -17,6 +17,7 @@
     ├── OutOfRangeError       (IndexError)    an index beyond the last element
     ├── RolloutError          (ValueError)    a batch that is not a rollout: no time axis, time first, ragged
     ├── TornStateError        (RuntimeError)  guarded state changed while it was copied; nothing was written
+    ├── RankLostError         (RuntimeError)  another process of a distributed run exited or cannot be reached
     ├── LockedError           (TimeoutError)  another process holds a lock; the message says which
     ├── WriteError            (OSError)       a write failed; the previous file is untouched
     │   └── DiskFullError                     ... because there was no space left
@@ -47,6 +48,7 @@ __all__ = [
     "NonFiniteError",
     "OutOfRangeError",
     "QueueFullError",
+    "RankLostError",
     "ReplayError",
     "RolloutError",
     "SlipstreamError",
@@ -125,6 +127,10 @@ class OutOfRangeError(SlipstreamError, IndexError):
 
 class TornStateError(SlipstreamError, RuntimeError):
     """Guarded state changed while it was being copied; the snapshot was discarded and not written."""
+
+
+class RankLostError(SlipstreamError, RuntimeError):
+    """Another process of a distributed run exited or cannot be reached; the run resumes from its last checkpoint."""
 
 
 class LockedError(SlipstreamError, TimeoutError):

@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = {  # those that take a minute as they are
     "checkpoint_your_loop.py": ["--steps", "40"],
+    "many_processes.py": ["--iterations", "2", "--envs", "32"],
     "navrl_loop.py": ["--iterations", "3", "--envs", "16", "--interval", "2"],
     "offline_bc.py": ["--tiny"],
     "packed_replay_sac.py": ["--tiny"],
@@ -19,6 +20,7 @@ TINY = {  # those that take a minute as they are
 SAYS = {
     "checkpoint_your_loop.py": r"resumed after step 20, .*\n.*\n.*bit for bit: True",
     "inspect_everything.py": r"(?s)the last of 4 lines.*ppo/policy.*agents/observation/lidar.*through",
+    "many_processes.py": r"rank 0 of 1: weights [0-9a-f]{16}",
     "navrl_loop.py": r"checkpoint_3\.pt\.lz4 holds policy, optimizers, num_updates, metadata after 1536 frames",
     "offline_bc.py": r"epoch 3: 0\.[0-7]",
     "packed_replay_sac.py": r"1600 steps are [1-9][\d.]+ times smaller",

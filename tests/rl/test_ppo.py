@@ -11,6 +11,8 @@ from torch import nn
 from slipstream import CompressedTensorDict, ConfigurationError, RolloutError, SlipstreamError, StateMismatchError
 from slipstream.checkpoint.state import TrainingState
 from slipstream.rl import GAE, PPO, ActorConfig, FeatureExtractorConfig, NonFiniteError, PPOConfig
+from slipstream.rl.ppo import shuffle
+from slipstream.rl.targets import next_values
 from slipstream.rollout.minibatches import grouped_indices
 
 SMALL = PPOConfig(training_epoch_num=2, num_minibatches=3)
@@ -88,7 +90,7 @@ def test_next_values_are_right_also_where_steps_do_not_follow_each_other(policy,
         batch = batch[:, torch.tensor([3, 1, 4, 0, 2])].clone()
     terminated, done = batch["next", "terminated"], batch["next", "done"]
     with torch.no_grad():
-        found = ppo._next_values(batch, batch["state_value"], terminated, done)
+        found = next_values(ppo.policy, batch)
         expected = ppo.policy.evaluate(batch["next"])[1]
     assert terminated.any()
     assert not torch.equal(terminated, done)
@@ -293,9 +295,8 @@ def test_the_configuration_decides_on_the_discount_whatever_was_loaded(policy, r
 
 
 def test_every_step_is_used_once_an_epoch_also_when_parts_are_not_equal(policy, rollout):
-    ppo = PPO(policy(), PPOConfig(num_minibatches=5))
-    batch: TensorDict = rollout(ppo.policy).set("number", torch.arange(48).reshape(8, 6))
-    parts = list(ppo._shuffled(None)(batch))
+    batch: TensorDict = rollout(policy()).set("number", torch.arange(48).reshape(8, 6))
+    parts = list(shuffle(batch, num_minibatches=5))
     assert sorted(len(part) for part in parts) == [9, 9, 10, 10, 10]
     assert sorted(itertools.chain(*(part["number"].tolist() for part in parts))) == list(range(48))
 

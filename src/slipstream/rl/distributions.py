@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.distributions import Beta
 
 
 class IndependentBeta:
@@ -39,10 +38,16 @@ class IndependentBeta:
         """The most probable action, ``[..., axes]``."""
         return (self.alpha - 1) / (self.alpha + self.beta - 2)
 
-    def sample(self) -> torch.Tensor:
-        """Draw an action, ``[..., axes]``, from torch's global generator; no gradient flows through it."""
+    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draw an action, ``[..., axes]``; no gradient flows through it.
+
+        Args:
+            generator: Where the random numbers come from; torch's global generator by default.
+        """
         with torch.no_grad():
-            return _inside(Beta(self.alpha, self.beta, validate_args=False).sample())
+            concentration = torch.stack([self.alpha, self.beta], -1)
+            # What torch.distributions.Beta does, which takes no generator.
+            return _inside(torch._sample_dirichlet(concentration, generator)[..., 0])
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
         """Return the logarithm of the density at actions ``[..., axes]``: ``[...]``."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from slipstream.threads import parallel_each
+from slipstream.dist.threads import on_one_thread_each
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -46,12 +46,12 @@ def sum_gradients(
     """
     parts = minibatch.split(math.ceil(len(minibatch) / threads))
     if len(parts) == 1:
-        return _gradients(losses, minibatch, parameters, 1.0)
+        return gradients_of(losses, minibatch, parameters, 1.0)
     done: dict[int, tuple[Metrics, list[torch.Tensor]]] = {}
 
     def compute(number: int) -> None:
         share = len(parts[number]) / len(minibatch)
-        done[number] = _gradients(losses, parts[number], parameters, share)
+        done[number] = gradients_of(losses, parts[number], parameters, share)
 
     on_one_thread_each(compute, range(len(parts)), len(parts))
     metrics, gradients = done[0]
@@ -64,10 +64,17 @@ def sum_gradients(
     return metrics, gradients
 
 
-def _gradients(
+def gradients_of(
     losses: Losses, samples: TensorDictBase, parameters: Sequence[torch.Tensor], share: float
 ) -> tuple[Metrics, list[torch.Tensor]]:
-    """Return metrics and gradients of some samples, times their share of the minibatch."""
+    """Return metrics and gradients of some samples, times their share of the minibatch.
+
+    Args:
+        losses: Computes the loss of some samples.
+        samples: The samples.
+        parameters: What to differentiate by.
+        share: Share of these samples in the minibatch.
+    """
     metrics, loss = losses(samples)
     gradients = torch.autograd.grad(share * loss, parameters)
     return {name: share * value.detach() for name, value in metrics.items()}, list(gradients)
@@ -99,33 +106,14 @@ def map_chunks(function: Callable[[torch.Tensor], R], index: torch.Tensor, threa
     def compute(number: int) -> None:
         results[number] = function(chunks[number])
 
-    on_one_thread_each(compute, range(len(chunks)), threads)
+    _on_threads(compute, range(len(chunks)), threads)
     return [results[number] for number in range(len(chunks))]
 
 
-def on_one_thread_each(function: Callable[[T], None], items: Sequence[T], threads: int) -> None:
-    """Call a function for every item on up to `threads` threads at once, in each of which torch uses no other thread.
-
-    Args:
-        function: Called once per item. Gradients are recorded in it unless it says otherwise.
-        items: The arguments.
-        threads: Number of threads. With 1, torch decides how many threads an operation uses.
-
-    Raises:
-        Exception: The first exception of `function`, in the order of the items.
-    """
-    if threads == 1:
-        for item in items:
-            function(item)
+def _on_threads(function: Callable[[int], None], items: Sequence[int], threads: int) -> None:
+    """Call a function for every item. With one thread, torch decides how many threads an operation uses."""
+    if threads > 1:
+        on_one_thread_each(function, items, threads)
         return
-
-    def call(item: T) -> None:
-        torch.set_num_threads(1)  # a setting of each thread
+    for item in items:
         function(item)
-
-    before = torch.get_num_threads()
-    try:
-        parallel_each(call, items, threads)
-    finally:
-        # The calling thread has worked too.
-        torch.set_num_threads(before)

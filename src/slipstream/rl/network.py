@@ -206,7 +206,9 @@ class NavRLPolicy(TensorDictModuleBase):  # type: ignore[misc, unused-ignore]
         return self.act(tensordict, _CHOICES[kind])
 
     @torch.no_grad()
-    def act(self, tensordict: TensorDictBase, choose: Choice = "sample") -> TensorDictBase:
+    def act(
+        self, tensordict: TensorDictBase, choose: Choice = "sample", *, generator: torch.Generator | None = None
+    ) -> TensorDictBase:
         """Choose actions for observations, without gradients.
 
         Writes ``("agents", "action_normalized")`` in [0, 1], ``("agents", "action")`` if there is an `action_map`,
@@ -215,6 +217,7 @@ class NavRLPolicy(TensorDictModuleBase):  # type: ignore[misc, unused-ignore]
         Args:
             tensordict: Observations, with any batch shape; everything else in it stays as it is.
             choose: ``sample`` to explore; ``mean`` or ``mode`` to repeat itself. NavRL evaluates ``mean``.
+            generator: Where samples come from; torch's global generator by default.
 
         Returns:
             The same TensorDict.
@@ -224,7 +227,7 @@ class NavRLPolicy(TensorDictModuleBase):  # type: ignore[misc, unused-ignore]
         """
         require_choice("choose", choose, get_args(Choice))
         distribution, value = self.evaluate(tensordict)
-        action = distribution.sample() if choose == "sample" else getattr(distribution, choose)
+        action = distribution.sample(generator) if choose == "sample" else getattr(distribution, choose)
         tensordict.set(ACTION_NORMALIZED, action)
         if self.action_map is not None:
             tensordict.set(ACTION, self.action_map(action))

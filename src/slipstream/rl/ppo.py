@@ -2,58 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from slipstream.checks import require_number
-from slipstream.errors import ConfigurationError, RolloutError, StateMismatchError
+from slipstream.dist.group import ShardGroup
+from slipstream.dist.threads import one_thread
+from slipstream.errors import ConfigurationError, NonFiniteError, StateMismatchError
 from slipstream.rl.config import PPOConfig
 from slipstream.rl.finite import require_finite
-from slipstream.rl.gradients import in_chunks, sum_gradients
-from slipstream.rl.losses import (
-    effective_sample_share,
-    explained_variance,
-    importance_weight,
-    kl_estimate,
-    policy_loss,
-    value_loss,
-)
-from slipstream.rl.network import (
-    ACTION_DIM,
-    ACTION_NORMALIZED,
-    LOG_PROB,
-    VALUE,
-    Choice,
-    NavRLPolicy,
-)
-from slipstream.rl.symmetry import mirror_every_other, reflect_action_where, reflect_some
-from slipstream.rl.teacher import Teacher, ask, imitation_loss
+from slipstream.rl.gradients import Metrics, gradients_of, sum_gradients
+from slipstream.rl.losses import effective_sample_share, explained_variance
+from slipstream.rl.network import Choice, NavRLPolicy
+from slipstream.rl.objective import ADVANTAGE, RETURN, TEACHER_ACTION, TEACHER_WEIGHT, Objective
+from slipstream.rl.proximal import catch_up, set_proximal
+from slipstream.rl.targets import Moments, Targets, estimate_targets
+from slipstream.rl.teacher import Teacher, ask
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-Minibatches = Callable[[Any], Iterable["TensorDictBase"]]
-"""Yields the steps of a rollout in parts, as TensorDicts; called once per epoch."""
+Minibatches = Callable[..., Iterable["TensorDictBase"]]
+"""Yields the steps of a rollout in parts, as TensorDicts; called once per epoch.
 
-ADVANTAGE = "adv"
-RETURN = "ret"
-PROXIMAL_LOG_PROB = "proximal_log_prob"
-PROXIMAL_VALUE = "proximal_value"
-IMPORTANCE = "importance"
-MIRRORED = "mirrored"
-MIRROR_MEAN = "mirror_mean"
-TEACHER_ACTION = "teacher_action"
-TEACHER_WEIGHT = "teacher_weight"
+With a group, it is also called with the keyword ``generator``: that of the shard.
+"""
 
-SCRATCH_KEYS: tuple[str, ...] = (ADVANTAGE, RETURN, PROXIMAL_LOG_PROB, PROXIMAL_VALUE, IMPORTANCE)
-SCRATCH_KEYS += (MIRRORED, MIRROR_MEAN, TEACHER_ACTION, TEACHER_WEIGHT)
-"""What `PPO.update` writes into a rollout."""
-
-_LEAST_MIRROR_RATIO = 0.1  # less likely mirror images make the KL estimate explode
+_LEAST_DEVIATION = 1e-7
 
 
 class PPO:
@@ -68,12 +47,18 @@ class PPO:
 
     The configuration decides on discount, decay and value normalisation, whatever a loaded state dict says.
 
+    With a `group`, an update takes a list with a rollout for each shard of this process, and every process of the group
+    takes part in it. All processes end with the same parameters, and these are the same bits for any number of
+    processes: shards are computed separately, on one thread each, and their gradients, statistics and metrics are added
+    by `ShardGroup.sum`. Gradients are clipped, and optimizers step, after that.
+
     Args:
         policy: What to improve; a new one by default.
         config: How.
         teacher: Whose actions to imitate besides, with the weight `teacher_coefficient`; see `slipstream.rl.teacher`.
         compile: Whether to compile the feature extractor for updates with ``torch.compile``: the same within rounding,
             faster once the first minibatch has been waited for. Minibatches should then be of equal size.
+        group: The shards that learn together; None for a single rollout per update.
 
     Attributes:
         policy: What is improved.
@@ -98,18 +83,21 @@ class PPO:
         *,
         teacher: Teacher | None = None,
         compile: bool = False,  # noqa: A002 - torch's own name for it
+        group: ShardGroup | None = None,
     ) -> None:
+        self._group = group
         self.policy = NavRLPolicy() if policy is None else policy
         self.config = PPOConfig() if config is None else config
         self.num_updates = 0
         self._teacher = teacher
         self.teacher_coefficient = self.config.teacher_coefficient
         self._apply_config()
-        rates = {name: getattr(self.config, name).learning_rate for name in self._parts()}
-        self._optimizers: dict[str, torch.optim.Optimizer] = {
-            name: torch.optim.Adam(part.parameters(), lr=rates[name], fused=True)
-            for name, part in self._parts().items()
-        }
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        # The fused step divides tensors among threads, and rounds differently where the parts meet.
+        foreach = None if group is None else False
+        for name, part in self._parts().items():
+            rate = getattr(self.config, name).learning_rate
+            self._optimizers[name] = torch.optim.Adam(part.parameters(), lr=rate, fused=group is None, foreach=foreach)
         self._features: Callable[..., torch.Tensor] = self.policy.features
         if compile:
             self._features = torch.compile(self.policy.features, dynamic=False)
@@ -161,6 +149,7 @@ class PPO:
         *,
         staleness: int = 0,
         generator: torch.Generator | None = None,
+        generators: Sequence[torch.Generator] = (),
     ) -> dict[str, float]:
         """Improve the policy from a rollout.
 
@@ -169,11 +158,13 @@ class PPO:
         against this one, and each sample is weighted by how much more often than the older one it would have acted so.
 
         Args:
-            batch: Rollout with what `act` and an environment write.
+            batch: Rollout with what `act` and an environment write; with a group, a list with one for each shard of
+                this process, all of the same shape.
             minibatches: Makes the parts of an epoch; by default all steps shuffled, in `num_minibatches` parts. For a
                 ``CompressedTensorDict``, ``lambda batch: batch.minibatches(16)`` decodes least.
             staleness: How many updates older the policy that collected the rollout is than this one.
             generator: Where the default order comes from; torch's own by default.
+            generators: With a group, where the order of each shard of this process comes from.
 
         Returns:
             ``actor_loss, value_loss, entropy, approx_kl, clip_fraction``, and of each part its ``_grad_norm`` before
@@ -186,24 +177,29 @@ class PPO:
                 bad minibatch is not applied, those before it are.
             ConfigurationError: If there are not enough steps for the minibatches.
             RolloutError: If the batch is not ``[environment, time]``.
+            RankLostError: If another process of the group has exited.
         """
         self._apply_config()
-        lag = self._catch_up(batch) if staleness > 0 else {"behaviour_kl": 0.0, "ess": 1.0}
+        if self._group is not None:
+            return self._update_shards(self._group, batch, minibatches, staleness, generators)
+        lag = {"behaviour_kl": 0.0, "ess": 1.0}
+        if staleness > 0:
+            divergence, weight = catch_up(self.policy, batch)
+            lag = {"behaviour_kl": float(divergence), "ess": float(effective_sample_share(weight))}
         explained = self._set_targets(batch)
-        self._set_proximal(batch, is_lagged=staleness > 0)
-        self._set_lesson(batch)
-        parts = self._shuffled(generator) if minibatches is None else minibatches
-        rows: list[dict[str, torch.Tensor]] = []
+        threads = self.config.update_threads
+        set_proximal(self.policy, batch, self.config, is_lagged=staleness > 0, threads=threads)
+        self._set_lesson(batch, threads)
+        if minibatches is None:
+            minibatches = functools.partial(shuffle, num_minibatches=self.config.num_minibatches, generator=generator)
+        parameters = list(self.policy.parameters())
+        objective = self._objective()
+        rows: list[Metrics] = []
         for epoch in range(self.config.training_epoch_num):
-            for number, minibatch in enumerate(parts(batch)):
-                where = f"update {self.num_updates}, epoch {epoch}, minibatch {number}"
-                rows.append(self._step(minibatch, where))
-        if not rows:
-            raise ConfigurationError("there was no minibatch, expected at least one")
-        self.num_updates += 1
-        means = torch.stack([torch.stack(list(row.values())) for row in rows]).mean(0).tolist()
-        metrics = dict(zip(rows[0], means, strict=True))
-        return {**metrics, "explained_variance": explained, "staleness": float(staleness), **lag}
+            for number, minibatch in enumerate(minibatches(batch)):
+                metrics, gradients = sum_gradients(objective, minibatch, parameters, threads)
+                rows.append(self._step(metrics, gradients, f"epoch {epoch}, minibatch {number}"))
+        return {**self._finish(rows), "explained_variance": explained, "staleness": float(staleness), **lag}
 
     def _parts(self) -> dict[str, nn.Module]:
         policy = self.policy
@@ -214,128 +210,55 @@ class PPO:
         self.policy.gae.set_to(self.config.gamma, self.config.lmbda)
         self.policy.precision = self.config.precision
 
-    def _shuffled(self, generator: torch.Generator | None) -> Minibatches:
-        def parts(batch: Any) -> Iterator[TensorDictBase]:
-            # No loss needs next observations, so minibatches should not copy them.
-            flat = batch.exclude("next").reshape(-1)
-            size, number = flat.batch_size[0], self.config.num_minibatches
-            if size < number:
-                raise ConfigurationError(f"the batch has {size} steps, expected at least one for {number} minibatches")
-            for index in torch.randperm(size, generator=generator).tensor_split(number):
-                yield flat[index]
+    def _objective(self) -> Objective:
+        coefficient = 0.0 if self._teacher is None else self.teacher_coefficient
+        return Objective(self.policy, self.config, self._features, coefficient)
 
-        return parts
+    def _finish(self, rows: Sequence[Metrics]) -> dict[str, float]:
+        """Count an update, and return the means of its metrics."""
+        if not rows:
+            raise ConfigurationError("there was no minibatch, expected at least one")
+        self.num_updates += 1
+        means = torch.stack([torch.stack(list(row.values())) for row in rows]).mean(0).tolist()
+        return dict(zip(rows[0], means, strict=True))
 
-    @torch.no_grad()
-    def _catch_up(self, batch: Any) -> dict[str, float]:
-        """Write log-probabilities and values of the present policy into a rollout of an older one."""
-        behaviour = batch[LOG_PROB]
-        flat = batch.reshape(-1)
-        log_probs, values = [], []
-        for index in in_chunks(torch.arange(flat.batch_size[0])):
-            steps = flat[index]
-            distribution, value = self.policy.evaluate(steps)
-            log_probs.append(distribution.log_prob(steps.get(ACTION_NORMALIZED)))
-            values.append(value)
-        proximal = torch.cat(log_probs).reshape(behaviour.shape)
-        batch.set(PROXIMAL_LOG_PROB, proximal)
-        # Values of the older critic are in units of an older normalisation.
-        batch.set(VALUE, torch.cat(values).reshape(*behaviour.shape, 1))
-        share = effective_sample_share(importance_weight(proximal, behaviour))
-        return {"behaviour_kl": float(kl_estimate(proximal - behaviour)), "ess": float(share)}
-
-    @torch.no_grad()
     def _set_targets(self, batch: Any) -> float:
         """Write advantages and returns into a rollout; returns the explained variance of its values."""
-        norm, reward = self.policy.value_norm, batch["next", "agents", "reward"]
-        if len(batch.batch_size) != 2:
-            raise RolloutError(f"the batch has the shape {list(batch.batch_size)}, expected [environment, time]")
-        terminated, done = batch["next", "terminated"], batch["next", "done"]
-        value = batch[VALUE]
-        next_value = norm.denormalize(self._next_values(batch, value, terminated, done))
-        value = norm.denormalize(value)
-        end = terminated if self.config.navrl_compat else done
-        advantage, target = self.policy.gae(reward, terminated, end, value, next_value)
-        advantage = (advantage - advantage.mean()) / advantage.std().clamp(min=1e-7)
-        quantities = {"reward": reward, "value": value, "advantage": advantage, "return": target}
-        require_finite(f"update {self.num_updates}", quantities, "the policy is as it was")
-        norm.update(target)
+        targets = estimate_targets(self.policy, batch, navrl_compat=self.config.navrl_compat)
+        raw = targets.advantage
+        advantage = (raw - raw.mean()) / raw.std().clamp(min=_LEAST_DEVIATION)
+        self._require_finite_targets(Targets(targets.reward, targets.value, advantage, targets.target))
+        norm = self.policy.value_norm
+        norm.update(targets.target)
         batch.set(ADVANTAGE, advantage)
-        batch.set(RETURN, norm.normalize(target))
-        return float(explained_variance(value, target))
+        batch.set(RETURN, norm.normalize(targets.target))
+        return float(explained_variance(targets.value, targets.target))
 
-    def _next_values(
-        self, batch: Any, value: torch.Tensor, terminated: torch.Tensor, done: torch.Tensor
-    ) -> torch.Tensor:
-        """Return values of next observations; those of terminated steps mean nothing."""
-        seen, seen_next = (batch[(*prefix, "agents", "observation", "state")] for prefix in ((), ("next",)))
-        is_new = torch.ones_like(done[..., 0])
-        is_new[:, :-1] = done[:, :-1, 0] | (seen[:, 1:] != seen_next[:, :-1]).any(-1)
-        is_new &= ~terminated[..., 0]
-        values = value.roll(-1, 1)
-        flat, flat_values = batch.reshape(-1), values.view(-1, 1)
-        for index in in_chunks(is_new.reshape(-1).nonzero().squeeze(1)):
-            flat_values[index] = self.policy.evaluate(flat[index]["next"])[1]
-        return values
+    def _require_finite_targets(self, targets: Targets) -> None:
+        require_finite(f"update {self.num_updates}", targets.named(), "the policy is as it was")
 
-    @torch.no_grad()
-    def _set_proximal(self, batch: Any, *, is_lagged: bool) -> None:
-        """Write what losses compare the policy with, where that differs from what the rollout contains.
-
-        Samples of an older policy, and mirrored samples, have log-probabilities of the present policy, and an
-        importance weight: how much more often the present policy would have acted that way.
-        """
-        if not is_lagged and not self.config.mirror:
-            return
-        behaviour = batch[LOG_PROB]
-        proximal = batch[PROXIMAL_LOG_PROB] if is_lagged else behaviour.clone()
-        value = batch[VALUE].clone()
-        largest = torch.full_like(behaviour, self.config.max_importance_weight)
-        if self.config.mirror:
-            self._mirror(batch, proximal, value, largest)
-        batch.set(PROXIMAL_LOG_PROB, proximal)
-        batch.set(PROXIMAL_VALUE, value)
-        batch.set(IMPORTANCE, torch.minimum(importance_weight(proximal, behaviour), largest))
-
-    def _mirror(self, batch: Any, proximal: torch.Tensor, value: torch.Tensor, largest: torch.Tensor) -> None:
-        """Choose every other sample of a rollout to be mirrored, and replace its numbers by its mirror image's.
-
-        A sample stays as it is if the present policy would hardly take the mirrored action: its importance weight
-        would be next to nothing, and the estimate of the KL divergence would explode.
-        """
-        samples = batch.exclude("next").reshape(-1)
-        index, image = mirror_every_other(self.policy, samples, self.config.update_threads)
-        is_likely = image.log_prob - proximal.view(-1)[index] > math.log(_LEAST_MIRROR_RATIO)
-        kept = index[is_likely.cpu()]
-        mirrored = torch.zeros_like(proximal, dtype=torch.bool)
-        mirrored.view(-1)[kept] = True
-        proximal.view(-1)[kept] = image.log_prob[is_likely]
-        value.view(-1, 1)[kept] = image.value[is_likely]
-        mean = proximal.new_zeros(proximal.numel(), ACTION_DIM)
-        mean[kept] = image.mean[is_likely]
-        largest.masked_fill_(mirrored, 1.0)
-        batch.set(MIRRORED, mirrored)
-        batch.set(MIRROR_MEAN, mean.reshape(*proximal.shape, ACTION_DIM))
-
-    def _set_lesson(self, batch: Any) -> None:
+    def _set_lesson(self, batch: Any, threads: int) -> None:
         """Write into a rollout what the teacher would do, about other environments in each update."""
         if self._teacher is None or not self.teacher_coefficient:
             return
         interval = self.config.teacher_interval
         first = self.num_updates % interval
-        lesson = ask(self._teacher, batch, first=first, interval=interval, threads=self.config.update_threads)
+        lesson = ask(self._teacher, batch, first=first, interval=interval, threads=threads)
         batch.set(TEACHER_ACTION, lesson.action)
         batch.set(TEACHER_WEIGHT, lesson.weight)
 
-    def _step(self, minibatch: TensorDictBase, where: str) -> dict[str, torch.Tensor]:
-        """Take a step of all optimizers, or none."""
-        metrics = self._set_gradients(minibatch)
+    def _step(self, metrics: Metrics, gradients: Sequence[torch.Tensor], where: str) -> Metrics:
+        """Take a step of all optimizers, or none; returns the metrics with the norms of gradients."""
+        for parameter, gradient in zip(self.policy.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        metrics = dict(metrics)
         for name, part in self._parts().items():
             is_free = self.config.navrl_compat and name == "feature_extractor"
             limit = float("inf") if is_free else self.config.max_grad_norm
             metrics[f"{name}_grad_norm"] = nn.utils.clip_grad_norm_(part.parameters(), limit)
+        outcome = "this step was not taken, and parameters are as after the step before"
         try:
-            require_finite(where, metrics, "this step was not taken, and parameters are as after the step before")
+            require_finite(f"update {self.num_updates}, {where}", metrics, outcome)
         except ArithmeticError:
             for optimizer in self._optimizers.values():
                 optimizer.zero_grad()
@@ -344,57 +267,131 @@ class PPO:
             optimizer.step()
         return metrics
 
-    def _set_gradients(self, minibatch: TensorDictBase) -> dict[str, torch.Tensor]:
-        """Set the gradients of all parameters; return the metrics of the minibatch."""
+    # Shards
+
+    def _update_shards(
+        self,
+        group: ShardGroup,
+        rollouts: Sequence[Any],
+        minibatches: Minibatches | None,
+        staleness: int,
+        generators: Sequence[torch.Generator],
+    ) -> dict[str, float]:
+        """Improve the policy from a rollout of each shard; see the class."""
+        _require_one_each(group, "rollouts", rollouts)
+        _require_one_each(group, "generators", generators)
+        first = group.local_shards.start
+        with one_thread():
+            lag = {"behaviour_kl": 0.0, "ess": 1.0}
+            if staleness > 0:
+                lag = self._catch_up_shards(group, rollouts)
+            explained = self._set_shard_targets(group, rollouts)
+
+            def prepare(shard: int) -> None:
+                rollout = rollouts[shard - first]
+                set_proximal(self.policy, rollout, self.config, is_lagged=staleness > 0, threads=1)
+                self._set_lesson(rollout, 1)
+
+            group.map(prepare)
+            if minibatches is None:
+                minibatches = functools.partial(shuffle, num_minibatches=self.config.num_minibatches)
+            rows: list[Metrics] = []
+            for epoch in range(self.config.training_epoch_num):
+                iterators = []
+                for rollout, generator in zip(rollouts, generators, strict=True):
+                    iterators.append(iter(minibatches(rollout, generator=generator)))
+                for number in range(self.config.num_minibatches):
+                    metrics, gradients = self._sum_shards(group, iterators)
+                    rows.append(self._step(metrics, gradients, f"epoch {epoch}, minibatch {number}"))
+            return {**self._finish(rows), "explained_variance": explained, "staleness": float(staleness), **lag}
+
+    def _sum_shards(
+        self, group: ShardGroup, iterators: Sequence[Iterator[TensorDictBase]]
+    ) -> tuple[Metrics, list[torch.Tensor]]:
+        """Return metrics and gradients of a minibatch: the union of the next parts of all shards."""
         parameters = list(self.policy.parameters())
-        metrics, gradients = sum_gradients(self._losses, minibatch, parameters, self.config.update_threads)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        return metrics
+        objective = self._objective()
+        first = group.local_shards.start
+        names: list[str] = []
 
-    def _losses(self, minibatch: TensorDictBase) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return the metrics of some samples, and the loss to minimise."""
-        config = self.config
-        seen, action = self.policy.observation(minibatch), minibatch.get(ACTION_NORMALIZED)
-        mirrored = minibatch.get(MIRRORED) if config.mirror else None
-        if mirrored is not None:
-            seen, action = reflect_some(seen, action, mirrored)
-        distribution, value = self.policy.heads(self._features(*seen))
-        advantage = minibatch.get(ADVANTAGE).squeeze(-1)
-        old_log_prob, old_value = minibatch.get(LOG_PROB), minibatch.get(VALUE)
-        if minibatch.get(IMPORTANCE, None) is not None:
-            advantage = advantage * minibatch.get(IMPORTANCE)
-            old_log_prob, old_value = minibatch.get(PROXIMAL_LOG_PROB), minibatch.get(PROXIMAL_VALUE)
-        log_prob = distribution.log_prob(action)
-        policy = policy_loss(log_prob, old_log_prob, advantage, config.actor.clip_ratio)
-        actor_loss = ACTION_DIM * policy.loss
-        targets = (old_value, minibatch.get(RETURN), config.critic.clip_ratio, config.huber_delta)
-        critic_loss = value_loss(value, *targets, whole=config.navrl_compat)
-        entropy = distribution.entropy().mean()
-        loss = actor_loss + critic_loss - config.entropy_loss_coefficient * entropy
-        if mirrored is not None:
-            loss = loss + config.mirror_coefficient * _asymmetry(
-                distribution.mean, minibatch.get(MIRROR_MEAN), mirrored
+        def compute(shard: int) -> torch.Tensor:
+            part = next(iterators[shard - first], None)
+            if part is None:
+                raise ConfigurationError(f"shard {shard} has fewer than {self.config.num_minibatches} minibatches")
+            # All shards have as many samples, and a power of two divides without rounding.
+            metrics, gradients = gradients_of(objective, part, parameters, 1 / group.shards)
+            if shard == first:
+                names.extend(metrics)
+            return torch.cat([torch.stack(list(metrics.values())), *[one.reshape(-1) for one in gradients]])
+
+        total = group.sum(group.map(compute))
+        metrics = dict(zip(names, total[: len(names)].unbind(), strict=True))
+        gradients = []
+        place = len(names)
+        for parameter in parameters:
+            gradients.append(total[place : place + parameter.numel()].view_as(parameter))
+            place += parameter.numel()
+        return metrics, gradients
+
+    def _catch_up_shards(self, group: ShardGroup, rollouts: Sequence[Any]) -> dict[str, float]:
+        """Write what the present policy thinks of the actions of an older one; returns how far they are apart."""
+        first = group.local_shards.start
+
+        def compute(shard: int) -> torch.Tensor:
+            divergence, weight = catch_up(self.policy, rollouts[shard - first])
+            weight = weight.double()
+            sums = (divergence.double(), weight.sum(), weight.square().sum(), torch.ones_like(weight).sum())
+            return torch.stack(sums)
+
+        divergence, weights, squares, count = group.sum(group.map(compute)).tolist()
+        return {"behaviour_kl": divergence / group.shards, "ess": weights**2 / (squares * count)}
+
+    def _set_shard_targets(self, group: ShardGroup, rollouts: Sequence[Any]) -> float:
+        """Write advantages and returns into the rollouts, normalised by the moments of all shards."""
+        first = group.local_shards.start
+
+        def estimate(shard: int) -> Targets:
+            return estimate_targets(self.policy, rollouts[shard - first], navrl_compat=self.config.navrl_compat)
+
+        estimates = group.map(estimate)
+        # A shard that is not finite makes the sum not finite, so every process notices.
+        moments = Moments(group.sum([Moments.row(targets) for targets in estimates]))
+        if not moments.are_finite():
+            for targets in estimates:
+                self._require_finite_targets(targets)
+            raise NonFiniteError(
+                f"update {self.num_updates}: the targets of a shard of another process are not finite; the policy is "
+                "as it was"
             )
-        metrics = {
-            "actor_loss": actor_loss,
-            "value_loss": critic_loss,
-            "entropy": entropy,
-            "approx_kl": policy.approx_kl,
-            "clip_fraction": policy.clip_fraction,
-        }
-        if self._teacher is not None and self.teacher_coefficient:
-            target = minibatch.get(TEACHER_ACTION)
-            if mirrored is not None:
-                target = reflect_action_where(target, mirrored)
-            imitation = imitation_loss(distribution.mean, target, minibatch.get(TEACHER_WEIGHT))
-            loss = loss + self.teacher_coefficient * imitation
-            metrics["imitation_loss"] = imitation
-        return metrics, loss
+        norm = self.policy.value_norm
+        norm.update_moments(*moments.target())
+        mean, deviation = moments.advantage()
+        for rollout, targets in zip(rollouts, estimates, strict=True):
+            rollout.set(ADVANTAGE, (targets.advantage - mean) / deviation.clamp(min=_LEAST_DEVIATION))
+            rollout.set(RETURN, norm.normalize(targets.target))
+        return moments.explained_variance()
 
 
-def _asymmetry(mean: torch.Tensor, target: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared distance of actions in mirrored observations from the mirrored actions."""
-    squared = (mean - target).square().sum(-1)
-    # A mean over all samples, of which half may be mirrored, so that parts of a minibatch add up.
-    return 2 * (squared * mirrored).mean()
+def shuffle(batch: Any, *, num_minibatches: int, generator: torch.Generator | None = None) -> Iterator[TensorDictBase]:
+    """Yield all steps of a rollout once, in random order, in parts of nearly equal size.
+
+    Args:
+        batch: Rollout ``[environment, time]``.
+        num_minibatches: How many parts.
+        generator: Where the order comes from; torch's own by default.
+
+    Raises:
+        ConfigurationError: If there are fewer steps than parts.
+    """
+    # No loss needs next observations, so minibatches should not copy them.
+    flat = batch.exclude("next").reshape(-1)
+    size = flat.batch_size[0]
+    if size < num_minibatches:
+        raise ConfigurationError(f"the batch has {size} steps, expected at least one for {num_minibatches} minibatches")
+    for index in torch.randperm(size, generator=generator).tensor_split(num_minibatches):
+        yield flat[index]
+
+
+def _require_one_each(group: ShardGroup, name: str, values: Sequence[Any]) -> None:
+    if not isinstance(values, Sequence) or len(values) != len(group.local_shards):
+        raise ConfigurationError(f"expected a list of {len(group.local_shards)} {name}, one for each shard")

@@ -48,8 +48,13 @@ class ValueNorm(nn.Module):
     def update(self, values: torch.Tensor) -> None:
         """Take values ``[..., size]`` into the averages, as one step of them however many they are."""
         rows = values.detach().reshape(-1, values.shape[-1]).float()
-        self.running_mean.lerp_(rows.mean(0), 1 - self.beta)
-        self.running_mean_sq.lerp_(rows.square().mean(0), 1 - self.beta)
+        self.update_moments(rows.mean(0), rows.square().mean(0))
+
+    @torch.no_grad()
+    def update_moments(self, mean: torch.Tensor, mean_of_squares: torch.Tensor) -> None:
+        """Take values into the averages of which only these two means are known, ``[size]`` each."""
+        self.running_mean.lerp_(mean, 1 - self.beta)
+        self.running_mean_sq.lerp_(mean_of_squares, 1 - self.beta)
         self.debiasing_term.mul_(self.beta).add_(1 - self.beta)
 
     def normalize(self, values: torch.Tensor) -> torch.Tensor:

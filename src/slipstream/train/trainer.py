@@ -21,7 +21,8 @@ from slipstream.errors import ConfigurationError, CorruptFileError, StateMismatc
 from slipstream.nav.env import NavigationEnv
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy
-from slipstream.rl.ppo import PPO, SCRATCH_KEYS, Minibatches
+from slipstream.rl.objective import SCRATCH_KEYS
+from slipstream.rl.ppo import PPO, Minibatches
 from slipstream.rollout.storage import RolloutStorage
 from slipstream.train.changes import Change, require_resumable, schedule_note
 from slipstream.train.episodes import EpisodeStats

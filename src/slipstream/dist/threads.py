@@ -1,0 +1,49 @@
+"""Threads that compute with torch, each without further threads of torch's own.
+
+The number of threads of an operation decides how its sums are divided, and so the last bits of its result. A part of
+the work that always runs on one thread has the same result on every machine with the same instructions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from slipstream.threads import parallel_each
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Make torch use one thread for the operations of the calling thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def on_one_thread_each(function: Callable[[T], None], items: Sequence[T], threads: int) -> None:
+    """Call a function for every item on up to `threads` threads at once, in each of which torch uses no other thread.
+
+    Args:
+        function: Called once per item. Gradients are recorded in it unless it says otherwise.
+        items: The arguments.
+        threads: Number of threads.
+
+    Raises:
+        Exception: The first exception of `function`, in the order of the items.
+    """
+
+    def call(item: T) -> None:
+        torch.set_num_threads(1)  # a setting of each thread
+        function(item)
+
+    # The calling thread works too, so its setting has to be restored.
+    with one_thread():
+        parallel_each(call, items, threads)
