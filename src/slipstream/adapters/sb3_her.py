@@ -37,7 +37,7 @@ class SB3HerReplayBuffer(HerReplayBuffer, SB3ReplayBuffer):  # type: ignore[misc
         self,
         *args: Any,
         pack_images: bool = True,
-        cache_bytes: int = 1 << 20,
+        cache_bytes: int = 0,
         threads: int | None = None,
         **kwargs: Any,
     ) -> None:

@@ -19,23 +19,14 @@ class StoredObservations:
     that the observations are packed. What indexing returns is a copy. Assignments raise `TypeError`.
 
     Args:
-        num_steps: The length of the first axis.
-        num_envs: The length of the second one.
-        shape: The shape of one observation.
-        dtype: Its dtype.
+        shape: ``(steps, environments, ...)``.
+        dtype: The dtype of the elements.
         read: Returns the observations in slots ``[slots]``, in new memory. The slot of a step is
-            ``step * num_envs + environment``.
+            ``step * environments + environment``.
     """
 
-    def __init__(
-        self,
-        num_steps: int,
-        num_envs: int,
-        shape: tuple[int, ...],
-        dtype: DTypeLike,
-        read: Callable[[Slots], NDArray[Any]],
-    ) -> None:
-        self.shape = (num_steps, num_envs, *shape)
+    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, read: Callable[[Slots], NDArray[Any]]) -> None:
+        self.shape = shape
         self.dtype = np.dtype(dtype)
         self._read = read
 
