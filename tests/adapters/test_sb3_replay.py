@@ -37,7 +37,7 @@ TRUNCATED = "ignore:The last trajectory in the replay buffer will be truncated"
 class Track(gymnasium.Env):  # type: ignore[misc, unused-ignore]
     """A bright spot that moves over noise. Episodes have 5 to 14 steps; every other one is cut off by a time limit."""
 
-    def __init__(self, observation: spaces.Space, action: spaces.Space) -> None:
+    def __init__(self, observation: spaces.Space[Any], action: spaces.Space[Any]) -> None:
         self.observation_space = observation
         self.action_space = action
         self.episode = 0
@@ -61,7 +61,7 @@ class Track(gymnasium.Env):  # type: ignore[misc, unused-ignore]
             return self.observe_part(self.observation_space)
         return {name: self.observe_part(space) for name, space in self.observation_space.items()}
 
-    def observe_part(self, space: spaces.Space) -> Any:
+    def observe_part(self, space: spaces.Space[Any]) -> Any:
         if isinstance(space, spaces.Discrete):
             return self.step_number % int(space.n)
         if space.dtype != np.uint8:
@@ -71,7 +71,7 @@ class Track(gymnasium.Env):  # type: ignore[misc, unused-ignore]
         return image
 
 
-def many(num_envs: int, observation: spaces.Space, action: spaces.Space) -> VecEnv:
+def many(num_envs: int, observation: spaces.Space[Any], action: spaces.Space[Any]) -> VecEnv:
     def make() -> Track:
         return Track(observation, action)
 
@@ -88,8 +88,8 @@ def stacks(num_envs: int) -> VecEnv:
     return VecFrameStack(many(num_envs, IMAGE, spaces.Discrete(3)), 4)
 
 
-def dictionaries(num_envs: int, action: spaces.Space) -> VecEnv:
-    parts = {"camera": IMAGE, "speed": SPEED, "gear": spaces.Discrete(5)}
+def dictionaries(num_envs: int, action: spaces.Space[Any]) -> VecEnv:
+    parts: dict[str, Any] = {"camera": IMAGE, "speed": SPEED, "gear": spaces.Discrete(5)}
     return many(num_envs, spaces.Dict(parts), action)
 
 
@@ -307,7 +307,7 @@ def draw(buffer: Any, seed: int = 0, size: int = 40) -> Any:
     return tuple(buffer.sample(size))
 
 
-BOXES = [
+BOXES: list[Any] = [
     spaces.Box(-1, 1, (3,), np.float32),
     spaces.Box(-1, 1, (2, 2), np.float64),
     spaces.Box(-1, 1, (5,), np.float16),
@@ -357,7 +357,7 @@ def test_any_buffer_holds_and_returns_what_sb3s_own_holds_and_returns(
         assert (buffer.pos, buffer.full, buffer.size()) == (other.pos, other.full, other.size())
 
 
-def make_buffer(space: spaces.Space = BOXES[0], size: int = 500, num_envs: int = 1, **options: Any) -> SB3ReplayBuffer:
+def make_buffer(space: Any = BOXES[0], size: int = 500, num_envs: int = 1, **options: Any) -> SB3ReplayBuffer:
     return SB3ReplayBuffer(size, space, WHEEL, "cpu", num_envs, **options)
 
 
@@ -372,6 +372,8 @@ def make_buffer(space: spaces.Space = BOXES[0], size: int = 500, num_envs: int =
         (5, 1),
         (np.array([4, 19, -1]), np.array([1, 0, 1])),
         (np.array([4, 19]), 1),
+        (np.array([4, 19]), np.array([True, True])),
+        (np.arange(20) > 15, 0),
         (np.array([[4, 19], [0, 1]]), np.array([[0], [1]]), slice(None)),
         (np.array([4, 19]), np.array([1, 0]), 2),
         (slice(None), 1, slice(0, 2)),
@@ -434,11 +436,12 @@ def test_extend_adds_one_step_after_another():
     buffer, other = make_buffer(num_envs=2), make_buffer(num_envs=2)
     rng = np.random.default_rng(0)
     obs = rng.normal(size=(5, 2, 3))
-    parts = (obs[:-1], obs[1:], rng.normal(size=(4, 2, 1)), rng.normal(size=(4, 2)), np.zeros((4, 2)))
-    infos = [[{}, {}]] * 4
+    parts: Any = (obs[:-1], obs[1:], rng.normal(size=(4, 2, 1)), rng.normal(size=(4, 2)), np.zeros((4, 2)))
+    infos: Any = [[{}, {}]] * 4
     buffer.extend(*parts, infos)
     for step in range(4):
-        other.add(*[part[step] for part in parts], infos[step])
+        one_step: list[Any] = [part[step] for part in (*parts, infos)]
+        other.add(*one_step)
     assert buffer.size() == 4
     assert same(draw(buffer), draw(other))
 
@@ -515,7 +518,7 @@ def test_the_flag_changes_nothing_where_sb3_refuses_it(space):
 
 
 def test_with_the_flag_there_are_no_next_observations_as_in_sb3():
-    options = {"optimize_memory_usage": True, "handle_timeout_termination": False}
+    options: Any = {"optimize_memory_usage": True, "handle_timeout_termination": False}
     for buffer in (make_buffer(**options), buffers.ReplayBuffer(9, BOXES[0], WHEEL, "cpu", **options)):
         assert not hasattr(buffer, "next_observations")
 
@@ -544,7 +547,7 @@ def test_observations_that_are_no_numbers_are_refused():
         """A box whose elements are not numbers."""
 
         def __init__(self) -> None:
-            super().__init__(-1, 1, (2,))
+            super().__init__(-1, 1, (2,), np.float32)
             self.dtype = np.dtype("<U3")
 
     with pytest.raises(ReplayError, match="'observation' is <U3, expected numbers"):
@@ -555,8 +558,8 @@ def test_a_step_of_another_shape_is_refused_and_changes_nothing():
     buffer = make_buffer(num_envs=2)
     fill(buffer, 20)
     before = draw(buffer)
-    good = [np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 1)), np.zeros(2), np.zeros(2), [{}, {}]]
-    bad = [np.zeros((2, 4)), np.zeros((3, 3)), np.zeros((2, 2)), np.zeros(3), np.zeros(3), [{}, {}, {}]]
+    good: list[Any] = [np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 1)), np.zeros(2), np.zeros(2), [{}, {}]]
+    bad: list[Any] = [np.zeros((2, 4)), np.zeros((3, 3)), np.zeros((2, 2)), np.zeros(3), np.zeros(3), [{}, {}, {}]]
     for place, part in enumerate(bad):
         arguments = [*good]
         arguments[place] = part

@@ -31,7 +31,7 @@ class SB3HerReplayBuffer(HerReplayBuffer, SB3ReplayBuffer):  # type: ignore[misc
         ConfigurationError: If an option is invalid.
     """
 
-    _plain_arrays = (*SB3ReplayBuffer._plain_arrays, "ep_start", "ep_length")
+    PLAIN_ARRAYS = (*SB3ReplayBuffer.PLAIN_ARRAYS, "ep_start", "ep_length")
 
     def __init__(
         self,

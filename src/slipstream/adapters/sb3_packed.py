@@ -66,7 +66,7 @@ class PackedObservations:
             require_count("threads", threads)
         self._num_steps = num_steps
         self._num_envs = num_envs
-        self._parts = {key: (shape, np.dtype(dtype)) for key, (shape, dtype) in parts.items()}
+        self._parts = dict(parts)
         self._joined = joined
         self._pack_images = pack_images
         self._cache_bytes = cache_bytes
@@ -76,7 +76,9 @@ class PackedObservations:
 
     def _new_steps(self) -> Steps:
         threads = self._threads
-        nbytes = self._num_envs * sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._parts.values())
+        nbytes = 0
+        for shape, dtype in self._parts.values():
+            nbytes += self._num_envs * math.prod(shape) * np.dtype(dtype).itemsize
         # Starting threads takes longer than packing a few small steps.
         if threads is None and nbytes * _STEPS_AT_ONCE < _PARALLEL_BYTES:
             threads = 1
@@ -108,9 +110,12 @@ class PackedObservations:
             next_obs: What it led to. Kept, not copied.
             publish: Called when the step can be read.
         """
-        block = {(_ROOT, *key): values[:, None] for key, values in obs.items()}
-        if not self._joined:
-            block |= {(NEXT, _ROOT, *key): values[:, None] for key, values in next_obs.items()}
+        # The engine takes [environments, steps, ...], here with one step.
+        block: dict[Key, NDArray[Any]] = {}
+        for key in self._parts:
+            block[_ROOT, *key] = obs[key][:, None]
+            if not self._joined:
+                block[NEXT, _ROOT, *key] = next_obs[key][:, None]
 
         def written() -> None:
             self._recent = None
@@ -133,6 +138,7 @@ class PackedObservations:
                 obs[key] = found.array(leaves[_ROOT, *key])
                 next_obs[key] = found.array(leaves[NEXT, _ROOT, *key])
             return obs, next_obs
+        # Locate the steps and those after them at once: most of them are packed together.
         after = (slots + self._num_envs) % (self._num_steps * self._num_envs)
         both = np.concatenate([slots, after])
         found = self._steps.find(both)
@@ -169,17 +175,19 @@ class PackedObservations:
         del state["_recent"]
         packed = to_state(self._steps.snapshot())
         # Pickling a tensor copies it in memory, pickling an array does not.
-        packed["arrays"] = _to_arrays(packed["arrays"])
-        packed["columns"] = [_to_arrays(column) for column in packed["columns"]]
+        for tensors in (packed["arrays"], *packed["columns"]):
+            for name, tensor in tensors.items():
+                tensors[name] = tensor.numpy()
         state["_steps"] = packed
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        packed = dict(state.pop("_steps"))
+        packed = state.pop("_steps")
         self.__dict__.update(state)
         self._recent = None
-        packed["arrays"] = _from_arrays(packed["arrays"])
-        packed["columns"] = [_from_arrays(column) for column in packed["columns"]]
+        for arrays in (packed["arrays"], *packed["columns"]):
+            for name, array in arrays.items():
+                arrays[name] = torch.from_numpy(array)
         self._steps, lost, _ = self._new_steps().rebuild(from_state(packed))
         if len(lost):
             raise StateMismatchError(f"the pickled replay buffer lacks the observations of {len(lost)} steps")
@@ -199,17 +207,12 @@ class PackedObservations:
     @property
     def open_bytes(self) -> int:
         """The memory of the newest steps, which are not packed yet."""
-        return self._steps.open_bytes + sum(values.nbytes for values in self._newest_next.values())
+        nbytes = self._steps.open_bytes
+        for values in self._newest_next.values():
+            nbytes += values.nbytes
+        return nbytes
 
     @property
     def index_bytes(self) -> int:
         """The memory of the table of slots, and what objects take besides their content."""
         return self._steps.table_bytes + self._steps.held_bytes - self._steps.packed_bytes
-
-
-def _to_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, NDArray[Any]]:
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
-
-
-def _from_arrays(arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}

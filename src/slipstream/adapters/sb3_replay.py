@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,8 +73,12 @@ class SB3ReplayBuffer(DictReplayBuffer):  # type: ignore[misc, unused-ignore]
         120
     """
 
+    # SB3 declares them for dictionaries only.
+    observation_space: Any
+    obs_shape: Any
+
     # Arrays [buffer_size, n_envs, ...] that are not packed. Of these, only slots in use are pickled.
-    _plain_arrays: tuple[str, ...] = ("actions", "rewards", "dones", "timeouts")
+    PLAIN_ARRAYS: tuple[str, ...] = ("actions", "rewards", "dones", "timeouts")
 
     def __init__(
         self,
@@ -106,11 +110,13 @@ class SB3ReplayBuffer(DictReplayBuffer):  # type: ignore[misc, unused-ignore]
 
     def _set_packing(self, **options: Any) -> None:
         """Start with no observations, packed with some options."""
-        parts = {key: (shape, space.dtype) for key, space, shape in self._parts()}
+        parts = {}
+        for key, space, shape in self._parts():
+            parts[key] = (shape, space.dtype)
         joined = self.optimize_memory_usage
         self._observations = PackedObservations(self.buffer_size, self.n_envs, parts, joined=joined, **options)
 
-    def _parts(self) -> Iterator[tuple[Key, spaces.Space[Any], tuple[int, ...]]]:
+    def _parts(self) -> Iterator[tuple[Key, Any, tuple[int, ...]]]:
         """Yield key, space and shape of each part of an observation; one without a name if it is no dictionary."""
         if not isinstance(self.observation_space, spaces.Dict):
             yield (), self.observation_space, self.obs_shape
@@ -196,7 +202,7 @@ class SB3ReplayBuffer(DictReplayBuffer):  # type: ignore[misc, unused-ignore]
         obs, next_obs = self._observations.read(batch_inds * self.n_envs + env_inds)
         dones = self.dones[batch_inds, env_inds] * (1 - self.timeouts[batch_inds, env_inds])
         rewards = self._normalize_reward(self.rewards[batch_inds, env_inds].reshape(-1, 1), env)
-        kind = ReplayBufferSamples
+        kind: Any = ReplayBufferSamples
         if isinstance(self.observation_space, spaces.Dict):
             kind = DictReplayBufferSamples
         return kind(
@@ -209,10 +215,19 @@ class SB3ReplayBuffer(DictReplayBuffer):  # type: ignore[misc, unused-ignore]
 
     def _to_tensors(self, obs: Observation, env: VecNormalize | None) -> Any:
         """Return observations as SB3 does: a tensor, or a dictionary of tensors."""
+        normalized: Any = self._normalize_obs(self._named(obs), env)
         if not isinstance(self.observation_space, spaces.Dict):
-            return self._to_tensor(self._normalize_obs(obs[()], env))
-        named = self._normalize_obs({key[0]: array for key, array in obs.items()}, env)
-        return {name: self._to_tensor(array) for name, array in named.items()}
+            return self._to_tensor(normalized)
+        tensors = {}
+        for name, array in normalized.items():
+            tensors[name] = self._to_tensor(array)
+        return tensors
+
+    def _named(self, parts: Mapping[Key, Any]) -> Any:
+        """Return the parts of an observation by name, or the only one if observations are no dictionaries."""
+        if not isinstance(self.observation_space, spaces.Dict):
+            return parts[()]
+        return {key[0]: part for key, part in parts.items()}
 
     def _to_tensor(self, array: NDArray[Any]) -> torch.Tensor:
         # The arrays of a batch are new memory, so they need not be copied.
@@ -220,12 +235,12 @@ class SB3ReplayBuffer(DictReplayBuffer):  # type: ignore[misc, unused-ignore]
         return tensor
 
     @property
-    def observations(self) -> Any:
+    def observations(self) -> Any:  # type: ignore[override, unused-ignore]
         """What all steps saw: `StoredObservations`, or a dictionary of them."""
         return self._stored(after=False)
 
     @property
-    def next_observations(self) -> Any:
+    def next_observations(self) -> Any:  # type: ignore[override, unused-ignore]
         """What all steps led to: `StoredObservations`, or a dictionary of them."""
         if self.optimize_memory_usage:
             raise AttributeError("there are no next_observations with optimize_memory_usage=True, as in SB3's buffers")
@@ -236,9 +251,7 @@ class SB3ReplayBuffer(DictReplayBuffer):  # type: ignore[misc, unused-ignore]
         for key, space, shape in self._parts():
             read = functools.partial(self._observations.read_part, key, after=after)
             stored[key] = StoredObservations((self.buffer_size, self.n_envs, *shape), space.dtype, read)
-        if () in stored:
-            return stored[()]
-        return {key[0]: observations for key, observations in stored.items()}
+        return self._named(stored)
 
     def get_stats(self) -> dict[str, float]:
         """Return how many transitions there are, and their memory in bytes.
@@ -249,7 +262,10 @@ class SB3ReplayBuffer(DictReplayBuffer):  # type: ignore[misc, unused-ignore]
         """
         num_transitions = self.size() * self.n_envs
         packed = self._observations
-        array_bytes = sum(getattr(self, name)[: self.size()].nbytes for name in self._plain_arrays)
+        # Pages that were never written take no memory.
+        array_bytes = 0
+        for name in self.PLAIN_ARRAYS:
+            array_bytes += getattr(self, name)[: self.size()].nbytes
         raw_bytes = array_bytes + packed.step_bytes * num_transitions
         held_bytes = packed.packed_bytes + packed.open_bytes + array_bytes + packed.index_bytes
         return {
@@ -265,13 +281,13 @@ class SB3ReplayBuffer(DictReplayBuffer):  # type: ignore[misc, unused-ignore]
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in self._plain_arrays:
+        for name in self.PLAIN_ARRAYS:
             state[name] = state[name][: self.size()]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        for name in self._plain_arrays:
+        for name in self.PLAIN_ARRAYS:
             used = state[name]
             array = np.zeros((self.buffer_size, *used.shape[1:]), used.dtype)
             array[: len(used)] = used

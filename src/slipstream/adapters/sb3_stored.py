@@ -39,26 +39,28 @@ class StoredObservations:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> NDArray[Any]:
-        parts = index if isinstance(index, tuple) else (index,)
+        parts = index
+        if not isinstance(index, tuple):
+            parts = (index,)
         rest = parts[2:]
         # An index that mixes steps with elements of an observation is left to NumPy. It is rare, so decode everything.
-        if not all(map(_is_plain, parts[:2])) or not all(isinstance(part, int | slice) for part in rest):
+        if not all(map(_selects_steps, parts[:2])) or not all(map(_selects_elements, rest)):
             return np.asarray(np.asarray(self)[index])
         slots = self._slots_at(parts[:2])
         values = self._read(slots.reshape(-1)).reshape(*slots.shape, *self.shape[2:])
-        # An element of one observation is a scalar, as in an array.
         found: NDArray[Any] = values[(*[slice(None)] * slots.ndim, *rest)]
         return found
 
     def _slots_at(self, parts: tuple[Any, ...]) -> Slots:
         """Return the slots that an index of steps and environments means, in the shape that NumPy gives them."""
         grid = self.shape[:2]
-        arrays = [np.asarray(part) for part in parts if not isinstance(part, slice)]
         # SB3 indexes with two arrays of numbers, for which no table of all slots is needed.
-        if len(arrays) == 2 and all(array.dtype.kind in "iu" and (array >= 0).all() for array in arrays):
-            steps, envs = np.broadcast_arrays(*arrays)
-            if (steps < grid[0]).all() and (envs < grid[1]).all():
-                return np.asarray(steps.astype(np.int64) * grid[1] + envs)
+        if len(parts) == 2 and all(map(_is_numbers, parts)):
+            try:
+                return np.asarray(np.ravel_multi_index(parts, grid), np.int64)
+            except ValueError:
+                # Numbers that count from the end, or are out of range.
+                pass
         return np.asarray(np.arange(math.prod(grid)).reshape(grid)[parts])
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
@@ -71,6 +73,15 @@ class StoredObservations:
         return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype})"
 
 
-def _is_plain(part: Any) -> bool:
-    """Return whether a part of an index selects along its own axis only."""
+def _selects_steps(part: Any) -> bool:
+    """Return whether a part of an index selects along the axis at its place."""
     return part is not Ellipsis and part is not None
+
+
+def _is_numbers(part: Any) -> bool:
+    return isinstance(part, np.ndarray) and part.dtype.kind in "iu"
+
+
+def _selects_elements(part: Any) -> bool:
+    """Return whether a part of an index selects the same elements of every observation."""
+    return isinstance(part, int | slice)
