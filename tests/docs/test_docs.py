@@ -216,7 +216,7 @@ def test_the_programs_with_replay_on_the_page_for_sb3_run(tmp_path, monkeypatch)
         exec(compile(code, "for-sb3.md", "exec"), names)
         if "load_replay_buffer" in code:
             # Four environments; the second half was added to what was loaded.
-            assert names["model"].num_timesteps == 4 * names["model"].replay_buffer.size() >= 3_000
+            assert names["model"].num_timesteps == 4 * names["model"].replay_buffer.size() >= 1_600
     assert len(programs) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.zip", "replay.pkl"]
 
