@@ -39,7 +39,7 @@ class SB3ReplayBuffer(DictReplayBuffer):  # type: ignore[misc, unused-ignore]
     Every observation is stored once, although SB3 adds it twice: as what a step saw and as what the step before led to.
     The two are compared bit for bit; where an episode ends, both are kept. Of stacked frames (``[frames, height,
     width]``, which is what ``VecFrameStack`` gives to an algorithm) each frame is stored once. Actions, rewards and
-    flags are ordinary arrays, as in SB3's buffers. The newest 64 steps stay unpacked.
+    flags are ordinary arrays, as in SB3's buffers. Up to 64 of the newest steps stay unpacked.
 
     ``optimize_memory_usage=True`` saves nothing here. Where SB3 supports it, batches are those of SB3 with that flag,
     in which the ``next`` of a last step is the first observation of another episode. Where SB3 refuses it (with
@@ -138,7 +138,7 @@ class SB3ReplayBuffer(DictReplayBuffer):  # type: ignore[misc, unused-ignore]
         done: NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        """Add one step of every environment. Every 64th call packs the steps since the last time.
+        """Add one step of every environment. Every 64th call, or 16th if steps are large, packs those before it.
 
         Args:
             obs: What the step saw, ``[n_envs, ...]``, or a dictionary of such arrays.
