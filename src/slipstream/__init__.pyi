@@ -1,6 +1,8 @@
 # The public names of Slipstream, once: type checkers read them here, and so does lazy_loader at run time.
 # To publish a name, add a line.
 
+from .adapters.sb3_her import SB3HerReplayBuffer as SB3HerReplayBuffer
+from .adapters.sb3_replay import SB3ReplayBuffer as SB3ReplayBuffer
 from .checkpoint.convert import convert_checkpoint as convert_checkpoint
 from .checkpoint.diff import compare_checkpoints as compare_checkpoints
 from .checkpoint.inspect import inspect_checkpoint as inspect_checkpoint

@@ -208,6 +208,19 @@ def test_the_page_about_plans_runs_and_prints_what_it_says(tmp_path, monkeypatch
     assert (decision.costs_too_much, decision.num_envs_that_fit, decision.save_interval) == (False, 43, 100)
 
 
+def test_the_programs_with_replay_on_the_page_for_sb3_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    programs = [code for code in blocks(ROOT / "docs" / "guides" / "for-sb3.md", "python") if "ReplayBuffer" in code]
+    names: dict[str, Any] = {"__name__": "for-sb3"}
+    for code in programs:
+        exec(compile(code, "for-sb3.md", "exec"), names)
+        if "load_replay_buffer" in code:
+            # Four environments; the second half was added to what was loaded.
+            assert names["model"].num_timesteps == 4 * names["model"].replay_buffer.size() >= 1_600
+    assert len(programs) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.zip", "replay.pkl"]
+
+
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory):
     """What the page about extending leaves: a codec, a described dataset, a logged run."""
