@@ -7,6 +7,7 @@ torchrun --standalone --nproc-per-node=2 examples/many_processes.py
 from __future__ import annotations
 
 import argparse
+import atexit
 import hashlib
 import os
 from typing import Any
@@ -38,6 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     if "WORLD_SIZE" in os.environ:  # set by torchrun
         torch.distributed.init_process_group("gloo")
+        atexit.register(torch.distributed.destroy_process_group)
 
     group = ShardGroup(args.shards)
     torch.manual_seed(0)  # every process starts with the same weights

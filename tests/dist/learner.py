@@ -3,6 +3,7 @@
 python learner.py RANK WORLD STORE SHARDS ITERATIONS PLAN
 """
 
+import atexit
 import hashlib
 import sys
 
@@ -38,6 +39,7 @@ def digest(ppo: PPO, metrics: dict[str, float]) -> str:
 def main(rank: int, world: int, store: str, shards: int, iterations: int, plan: str) -> None:
     if world > 1:
         torch_dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        atexit.register(torch_dist.destroy_process_group)
     torch.manual_seed(0)
     group = ShardGroup(shards)
     config = PPOConfig(training_epoch_num=2, num_minibatches=2, mirror=True)

@@ -13,12 +13,15 @@ from slipstream.dist.group import sum_in_pairs
 from tests.dist.ranks import finish, run_ranks, start_ranks
 
 PREAMBLE = """
+import atexit
 import sys
 import torch
 import torch.distributed as torch_dist
 from slipstream.dist import ShardGroup
 rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch_dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+# Threads of a group that is not destroyed abort a process that ends.
+atexit.register(torch_dist.destroy_process_group)
 """
 
 
