@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slipstream import CodecError, OutOfRangeError
 from slipstream.replay.log import RowLog, UnitCache
-from slipstream.replay.packing import ImageRows, VectorRows, split_evenly
+from slipstream.replay.packing import ImageRows, Units, VectorRows, split_evenly
 
 
 @given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 20))
@@ -97,10 +97,10 @@ def test_many_rows_are_decoded_on_several_threads_just_the_same():
 @pytest.mark.parametrize("packer", [VectorRows(100), ImageRows(100, 10)])
 def test_a_damaged_segment_is_an_error_or_at_least_not_a_crash(packer):
     rows = rows_like("slow", 16, 100, 0)
-    sizes, payloads = packer.pack(rows, np.array([16]), 1)
-    for damage in (b"", payloads[0][:-1], b"\xff" + payloads[0][1:], payloads[0] + b"x"):
+    units = packer.pack(rows, np.array([16]), 1)
+    for damage in (units.payloads[0][:-1], b"\xff" + units.payloads[0][1:], units.payloads[0] + b"x"):
         log = RowLog(packer, UnitCache(0), 0)
-        log.append((sizes, [damage, *payloads[1:]]), 16)
+        log.append(Units.join(units.sizes, [damage, *units.payloads[1:]]), 16)
         with pytest.raises(CodecError):
             log.fetch(log.locate(np.array([0])))
 
