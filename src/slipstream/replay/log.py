@@ -10,6 +10,7 @@ holds on to the bytes that it needs.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -148,8 +149,8 @@ class Located:
 
     def payloads(self, units: slice = slice(None)) -> list[bytes]:
         """Return the bytes of some units, copied: slices of bytes are made faster than views of them."""
-        parts = zip(self.contents[units], self.begins[units].tolist(), self.ends[units].tolist(), strict=True)
-        return [content[begin:end] for content, begin, end in parts]
+        parts = map(slice, self.begins[units].tolist(), self.ends[units].tolist())
+        return list(map(operator.getitem, self.contents[units], parts))
 
     def views(self) -> list[memoryview]:
         """Return the bytes of all units, not copied: images are large."""
