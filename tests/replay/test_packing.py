@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import CodecError, OutOfRangeError
-from slipstream.replay.log import RowLog, UnitCache
+from slipstream.replay.log import RowLog, Segment, UnitCache
 from slipstream.replay.packing import ImageRows, Units, VectorRows, split_evenly
 
 
