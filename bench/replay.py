@@ -8,7 +8,7 @@
 there are enough steps. `replay_buffers.py` has the buffers. Slow ones get fewer steps, as the tables say; peers and
 games that are not installed are left out, and named at the end.
 
-Every buffer is in a process of its own. Memory is what the process holds beyond what it held before, per step. Steps
+Every buffer has a separate process. Memory is what the process holds beyond what it held before, per step. Steps
 are added at a rate per CPU second of all threads; *caller* compares the CPU time of the thread that adds. A batch is
 256 steps drawn at random, with the observations after them, as contiguous tensors: CPU time on all threads and time by
 the clock. Buffers sample in turns, some batches each, because a shared machine is now fast and now slow: a ratio is the
@@ -119,7 +119,7 @@ def held_bytes() -> int:
 
 
 def measure(name: str, workload: Workload, connection: Connection) -> None:
-    """Fill one buffer, and sample from it whenever it is asked to; runs in a process of its own."""
+    """Fill one buffer, and sample from it whenever it is asked to; runs in a separate process."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     fill, share = CONTENDERS[name]

@@ -229,7 +229,7 @@ def step_bytes(workload: Workload) -> int:
 
 
 def noise_bits() -> float:
-    """Return the entropy of the sensor noise: what no lossless codec gets below, in bits a pixel."""
+    """Return the entropy of the sensor noise: the least that a lossless codec can take, in bits a pixel."""
     edges = np.arange(-40, 42) - 0.5
     draws = np.random.default_rng(0).normal(0, NOISE, 4_000_000)
     share = np.histogram(draws, edges)[0] / len(draws)
