@@ -1,6 +1,6 @@
 """Replay buffers against each other: memory, how fast steps are added, and what a batch of 256 costs.
 
-    python bench/replay.py                              # print the tables; ten minutes on two idle cores, 10 GB
+    python bench/replay.py                              # print the tables; about eight minutes on two idle cores, 10 GB
     python bench/replay.py --quick                      # few steps, few batches; three minutes
     python bench/replay.py --write docs/benchmarks.md   # and put them into the page, between its markers
 
@@ -125,7 +125,9 @@ def measure(name: str, workload: Workload, connection: Connection) -> None:
     fill, share = CONTENDERS[name]
     tempfile.tempdir = str(workload.path.parent)  # which is deleted at the end
     try:
-        warm_up(workload)
+        # Once before, so that the allocator and the libraries have taken what they take once.
+        few = 4 * max(BATCH, chunks_of(workload.path)[0].shape[0])
+        fill(workload, few).sample()
         limit = max(4 * BATCH, int(workload.num_steps * share))
         before = held_bytes()
         filled = fill(workload, limit)
@@ -191,13 +193,6 @@ def time_learner(filled: Filled, learner: Learner) -> float | None:
         times.append(time.perf_counter() - start)
     torch.set_num_threads(threads)
     return 1e3 * float(np.median(times[2:]))
-
-
-def warm_up(workload: Workload) -> None:
-    """Let the allocator and the libraries take what they take once."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(BATCH), batch_size=8)
-    buffer.extend(flat_of(chunks_of(workload.path)[0])[:BATCH])
-    buffer.sample()
 
 
 def check(workload: Workload, buffer: ReplayBuffer) -> None:

@@ -267,7 +267,7 @@ CONTENDERS: dict[str, tuple[Contender, float]] = {
     "stable-baselines3": (functools.partial(fill_sb3, "plain"), 0.3),
     "stable-baselines3, optimize_memory_usage": (functools.partial(fill_sb3, "optimized"), 0.3),
     "sb3-extra-buffers, lz4-frame": (functools.partial(fill_sb3, "extra"), 0.05),
-    FLOOR: (fill_floor, 0.3),
+    FLOOR: (fill_floor, 0.5),
 }
 """How each is filled, and with which share of the steps: slow ones get fewer."""
 

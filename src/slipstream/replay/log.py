@@ -150,7 +150,7 @@ class Located:
     def payloads(self, units: slice = slice(None)) -> list[bytes]:
         """Return the bytes of some units, copied: slices of bytes are made faster than views of them."""
         parts = map(slice, self.begins[units].tolist(), self.ends[units].tolist())
-        return list(map(operator.getitem, self.contents[units], parts))
+        return list(map(operator.getitem, self.contents[units], parts))  # type: ignore[arg-type]
 
     def views(self) -> list[memoryview]:
         """Return the bytes of all units, not copied: images are large."""
