@@ -123,12 +123,12 @@ def fill_cpprb(workload: Workload, limit: int, *, share_frames: bool) -> Filled:
     buffer = cpprb.ReplayBuffer(total, described, next_of=tuple(shared), **options)
     clock = Clock()
     for chunk in given:
-        values = _cpprb_arrays(chunk, share_frames)
+        arrays = _cpprb_arrays(chunk, share_frames)
         num_streams = chunk.shape[0] if chunk.ndim == 2 else 1
         with clock:
             # An episode at a time: its frames are shared.
             for stream in np.split(np.arange(chunk.numel()), num_streams):
-                buffer.add(**{name: rows[stream] for name, rows in values.items()})
+                buffer.add(**{name: rows[stream] for name, rows in arrays.items()})
                 buffer.on_episode_end()
 
     def sample() -> Any:

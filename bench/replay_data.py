@@ -126,7 +126,7 @@ def game_chunks(folder: Path, game: str, count: int) -> Path:
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation  # noqa: PLC0415
 
     gym.register_envs(ale_py)
-    env = gym.make(f"ALE/{game}-v5", frameskip=1, repeat_action_probability=0.0)
+    env: Any = gym.make(f"ALE/{game}-v5", frameskip=1, repeat_action_probability=0.0)
     env = FrameStackObservation(AtariPreprocessing(env, noop_max=30), 4)
     # Random actions, each held for a while: otherwise paddles and figures stay where they are.
     generator = np.random.default_rng(0)

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import lz4.block
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.codecs.entropy import HUFFMAN_LEVEL, compress_zstd, decompress_into, decompress_zstd
 from slipstream.errors import CodecError
 from slipstream.memory import scratch, scratch_scope
+from slipstream.replay.blocks import compress_parts, decompress_parts
 from slipstream.replay.stacks import (
     STACK_ROWS,
     Pieces,
@@ -121,7 +120,7 @@ class VectorRows:
 
         def run(first: int) -> list[Payload]:
             part = slice(first, first + step)
-            return _compress_parts(content, begins[part].tolist(), ends[part].tolist())
+            return compress_parts(content, begins[part].tolist(), ends[part].tolist())
 
         payloads: list[Payload] = []
         for block in parallel_map(run, range(0, len(sizes), step), threads):
@@ -129,26 +128,12 @@ class VectorRows:
         return Units.join(sizes, payloads)
 
     def decode(self, payloads: Sequence[bytes], sizes: NDArray[np.int64]) -> bytes:
-        """Unpack units into one, whose rows follow each other.
-
-        Allocates no more than the rows take, whatever the units claim.
+        """Unpack units, one after another.
 
         Raises:
             CodecError: If a unit is damaged.
         """
-        lengths = (sizes * self.row_bytes).tolist()
-        try:
-            if any(map(operator.eq, map(len, payloads), lengths)):
-                units = [_unpacked(payload, length) for payload, length in zip(payloads, lengths, strict=True)]
-            else:
-                units = list(map(lz4.block.decompress, payloads, lengths))
-        except (lz4.block.LZ4BlockError, ValueError) as error:
-            raise CodecError(f"a packed unit is damaged ({error})") from error
-        content = b"".join(units)
-        # No unit can be longer than it should be, so none is shorter if all together are as long.
-        if len(content) != sum(lengths):
-            raise CodecError("a packed unit holds fewer rows than it should")
-        return content
+        return decompress_parts(payloads, sizes * self.row_bytes)
 
     def check(self, lengths: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         """Raise `CodecError` if a unit that comes from elsewhere has more bytes than its rows take unpacked."""
@@ -363,21 +348,3 @@ def _untagged(tag: int, body: memoryview, size: int) -> bytes | memoryview:
     if len(body) != size:
         raise CodecError(f"a stored image holds {len(body)} bytes, expected {size}")
     return body
-
-
-def _unpacked(payload: bytes, length: int) -> bytes:
-    if len(payload) == length:
-        return payload
-    content: bytes = lz4.block.decompress(payload, length)
-    return content
-
-
-def _compress_parts(content: memoryview, begins: list[int], ends: list[int]) -> list[Payload]:
-    """Compress parts of some bytes, each into one LZ4 block; those that do not shrink stay as they are."""
-    pack = functools.partial(lz4.block.compress, store_size=False)
-    payloads: list[Payload] = []
-    for begin, end in zip(begins, ends, strict=True):
-        part = content[begin:end]
-        packed = pack(part)
-        payloads.append(packed if len(packed) < end - begin else part)
-    return payloads
