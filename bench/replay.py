@@ -1,261 +1,113 @@
 """Replay buffers against each other: memory, how fast steps are added, and what a batch of 256 costs.
 
-    python bench/replay.py                              # print the tables
-    python bench/replay.py --quick                      # few steps, few batches
+    python bench/replay.py                              # print the tables; about eight minutes on two idle cores, 10 GB
+    python bench/replay.py --quick                      # few steps, few batches; three minutes
     python bench/replay.py --write docs/benchmarks.md   # and put them into the page, between its markers
 
-LiDAR steps are those of the embedded simulator (1024 drones, a policy that wanders), repeated until there are enough;
-images are textured scenes that move, with sensor noise of two grey levels: stacks of four grey frames of 84 x 84, and
-colour frames of 224 x 224. Every contender runs in a process of its own. Memory is what the process holds beyond what
-it held before, per step; rates are steps per CPU second; a batch is 256 steps drawn at random, with the observations
-after them, as contiguous tensors: the median of wall-clock times, and CPU time on all threads. Contenders sample in
-turns, some batches each, because a shared machine is now fast and now slow; how they compare is the median over the
-turns. What a buffer returns is compared with what was put in. Slow contenders get fewer steps, as the tables say.
+`replay_data.py` says what is stored: LiDAR, Atari games, MuJoCo robots and cameras; a short recording is repeated until
+there are enough steps. `replay_buffers.py` has the buffers. Slow ones get fewer steps, as the tables say; peers and
+games that are not installed are left out, and named at the end.
+
+Every buffer has a separate process. Memory is what the process holds beyond what it held before, per step. Steps
+are added at a rate per CPU second of all threads; *caller* compares the CPU time of the thread that adds. A batch is
+256 steps drawn at random, with the observations after them, as contiguous tensors: CPU time on all threads and time by
+the clock. Buffers sample in turns, some batches each, because a shared machine is now fast and now slow: a ratio is the
+median of the ratios of all turns. *Prefetch* is the time by the clock of one iteration of a small learner that takes
+batches which other threads prepare. All ratios are to `LazyTensorStorage`. The *floor* copies raw rows, a step and its
+next in one piece, without a buffer around it. What our buffer returns is compared with what was put in.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import functools
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from page import machine, write_section
-from tensordict import TensorDict
-from torchrl.data import (
-    CompressedListStorage,
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    ReplayBuffer,
-    SliceSampler,
-    TensorDictReplayBuffer,
+from replay_buffers import BATCH, CONTENDERS, FLOOR, LAZY, OURS, STACKS_ONLY, Filled, Sample, flat_of
+from replay_data import (
+    GAMES,
+    ROBOTS,
+    Workload,
+    chunks_of,
+    filling,
+    game_chunks,
+    image_chunks,
+    lidar_chunks,
+    noise_bits,
+    robot_chunks,
+    step_bytes,
 )
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
 
-from slipstream import EpisodeSliceSampler, NavigationConfig, NavigationEnv, PackedEpisodeStorage
+from slipstream import EpisodeSliceSampler, PackedEpisodeStorage
 
-PEERS = ("tensordict", "torchrl", "cpprb", "zstandard")
-BATCH = 256
-NOISE = 2.0
+PACKAGES = (
+    *("tensordict", "torchrl", "cpprb", "stable-baselines3", "sb3-extra-buffers", "ale-py", "mujoco", "gymnasium"),
+    "lz4",
+    "zstandard",
+)
+PRELOADED = ("torchrl.data", "slipstream.replay.storage", "stable_baselines3.common.buffers")
 TURNS = 6
-Sample = Callable[[], Any]
+GROWTH = (100, 10, 1)
+LEARNER_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Workload:
-    """A kind of data: where its chunks are, and how many steps to keep."""
+class Sizes:
+    """How much to measure: steps of each kind of data, and batches."""
 
-    name: str
-    path: Path
-    num_steps: int
-    num_batches: int
-
-
-# Data
-
-
-def lidar_chunks(folder: Path, count: int) -> Path:
-    """Fly, and write rollouts ``[environments, time]`` with what an off-policy learner needs."""
-    env = NavigationEnv(NavigationConfig(dynamics="lag", dt_s=0.1, max_episode_length=400, random_clocks=True, seed=1))
-    generator = torch.Generator().manual_seed(0)
-    direction = torch.randn(1024, 3, generator=generator)
-
-    data = env.reset()
-    for number in range(-2, count):  # two rollouts to spread out
-        steps = []
-        for _ in range(32):
-            direction = 0.95 * direction + 0.3 * torch.randn(1024, 3, generator=generator)
-            data["agents", "action"] = direction.clamp(-2, 2) + torch.tensor([1.5, 0.0, 0.0])
-            step, data = env.step_and_maybe_reset(data)
-            after = step["next"].select("agents", "done", "terminated")
-            steps.append(TensorDict({"agents": step["agents"], "next": after}, batch_size=step.batch_size))
-        if number >= 0:
-            stacked: TensorDict = TensorDict.stack(steps, 1)
-            torch.save(stacked.to_dict(), folder / f"lidar_{number}.pt")
-    return folder / "lidar"
+    lidar: int = 1_000_000
+    stacks: int = 30_000
+    frames: int = 4_000
+    games: int = 20_000
+    robots: int = 200_000
+    recorded: int = 3_000
+    batches: int = 60
 
 
-def video(count: int, size: int, colours: int, seed: int) -> NDArray[np.uint8]:
-    """Return frames of a textured scene that moves under a camera with sensor noise."""
-    generator = np.random.default_rng(seed)
-    extent = 3 * size
-    scene = np.zeros((extent, extent, colours), np.float32)
-    for octave in (64, 32, 16, 8, 4):
-        coarse = generator.normal(size=(extent // octave + 2, extent // octave + 2, colours)).astype(np.float32)
-        grid = np.linspace(0, len(coarse) - 1.001, extent)
-        low = grid.astype(int)
-        share = (grid - low)[:, None, None].astype(np.float32)
-        tall = coarse[low] * (1 - share) + coarse[low + 1] * share
-        share = share.transpose(1, 0, 2)
-        scene += (tall[:, low] * (1 - share) + tall[:, low + 1] * share) * octave**0.7
-    scene = (scene - scene.min()) / (scene.max() - scene.min()) * 235 + 10
-    noise = generator.normal(0, NOISE, 4 << 20).astype(np.float32)
-    frames = np.empty((count, size, size, colours), np.uint8)
-    for number in range(count):
-        y = size + 0.6 * size * np.sin(1.7 * number / size + seed)
-        x = size + 0.6 * size * np.sin(2.2 * number / size + 2 * seed)
-        top, left = int(y), int(x)
-        part = scene[top : top + size + 1, left : left + size + 1]
-        part = part[:-1] * (1 - (y - top)) + part[1:] * (y - top)
-        part = part[:, :-1] * (1 - (x - left)) + part[:, 1:] * (x - left)
-        offset = int(generator.integers(0, len(noise) - part.size))
-        frames[number] = np.clip(np.rint(part + noise[offset : offset + part.size].reshape(part.shape)), 0, 255)
-    return frames
+QUICK = Sizes(lidar=65_536, stacks=2_000, frames=400, games=2_000, robots=20_000, recorded=1_000, batches=18)
 
 
-def image_chunks(folder: Path, name: str, count: int) -> Path:
-    """Write episodes of 100 steps: stacks of four grey frames, or colour frames, channels first."""
-    for number in range(count):
-        if name == "stacks":
-            grey = video(104, 84, 1, number)[..., 0]
-            pixels = np.stack([grey[place : place + 101] for place in range(4)], axis=1)
-        else:
-            pixels = np.ascontiguousarray(video(101, 224, 3, number).transpose(0, 3, 1, 2))
-        frames = torch.from_numpy(pixels)
-        data = {
-            "pixels": frames[:-1].contiguous(),
-            "action": torch.randn(100, 6),
-            "next": {
-                "pixels": frames[1:].contiguous(),
-                "reward": torch.randn(100, 1),
-                "done": (torch.arange(100) == 99)[:, None],
-            },
-        }
-        torch.save(data, folder / f"{name}_{number}.pt")
-    return folder / name
+@dataclass
+class Result:
+    """What was measured of one buffer.
+
+    Attributes:
+        total: How many steps it holds.
+        held: Its memory per step.
+        rate: Steps added per CPU second.
+        thread_s: CPU time of the adding thread per step.
+        cpu: CPU time of a batch in ms, for each turn.
+        wall: Time of a batch by the clock in ms, for each turn.
+        ahead: Time of a learner's iteration by the clock in ms, for each turn; none if it cannot prefetch.
+    """
+
+    total: int
+    held: float
+    rate: float
+    thread_s: float
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    ahead: list[float] = field(default_factory=list)
 
 
-@functools.cache
-def chunks_of(path: Path) -> list[TensorDict]:
-    """Read the chunks of a workload, once: before memory is measured."""
-    found = sorted(path.parent.glob(f"{path.name}_*.pt"), key=lambda file: int(file.stem.rpartition("_")[2]))
-    loaded = [torch.load(file) for file in found]
-    return [TensorDict(data, batch_size=(1024, 32) if "agents" in data else (100,)) for data in loaded]
-
-
-def _flat(data: TensorDict) -> TensorDict:
-    return data.reshape(-1)
-
-
-# Contenders: each fills a buffer and returns how to sample from it
-
-
-def filling(workload: Workload, limit: int) -> Iterator[TensorDict]:
-    """Yield chunks until there are enough steps."""
-    chunks = chunks_of(workload.path)
-    done = number = 0
-    while done < limit:
-        chunk = chunks[number % len(chunks)]
-        yield chunk
-        done += chunk.numel()
-        number += 1
-
-
-def torchrl_buffer(storage: Callable[[int, int], Any], *, axes: bool) -> Callable[..., tuple[int, float, Sample, Any]]:
-    """Return a contender that is a storage of TorchRL's."""
-
-    def fill(workload: Workload, limit: int) -> tuple[int, float, Sample, Any]:
-        given = list(filling(workload, limit))  # the same few chunks, again and again
-        ndim = 2 if axes and given[0].ndim == 2 else 1
-        total = sum(chunk.numel() for chunk in given)
-        buffer = ReplayBuffer(storage=storage(total, ndim), batch_size=BATCH)
-        spent = 0.0
-        for chunk in given:
-            data = chunk if ndim == 2 else _flat(chunk)
-            start = time.process_time()
-            buffer.extend(data)
-            spent += time.process_time() - start
-        return total, spent, buffer.sample, buffer
-
-    return fill
-
-
-def compressed_list(workload: Workload, limit: int) -> tuple[int, float, Sample, Any]:
-    """Fill a `CompressedListStorage`, with flat keys: it leaves nested ones as they are."""
-    buffer = ReplayBuffer(storage=CompressedListStorage(limit), batch_size=BATCH)
-    start, total = time.process_time(), 0
-    for chunk in filling(workload, limit):
-        part = _flat(chunk)[: limit - total].flatten_keys(".")
-        buffer.extend(part)
-        total += len(part)
-    return total, time.process_time() - start, lambda: buffer.sample().contiguous(), buffer
-
-
-def cpprb_buffer(workload: Workload, limit: int, *, stacks: bool = False) -> tuple[int, float, Sample, Any]:
-    """Fill a cpprb buffer that shares observations with their next ones, and frames of stacks, which it wants last."""
-    import cpprb  # noqa: PLC0415 - a peer that may be absent
-
-    def arrays(chunk: TensorDict) -> dict[str, NDArray[Any]]:
-        flat = _flat(chunk)
-        names = {
-            ".".join(key) if isinstance(key, tuple) else key: key
-            for key in flat.keys(include_nested=True, leaves_only=True)
-        }
-        found = {name.replace("next.", "next_"): flat[key].numpy() for name, key in names.items()}
-        for name in ("pixels", "next_pixels") if stacks else ():
-            found[name] = np.ascontiguousarray(np.moveaxis(found[name], 1, -1))
-        return found
-
-    given = list(filling(workload, limit))
-    first = arrays(given[0])
-    shared = [name for name in first if f"next_{name}" in first]
-    described = {
-        name: {"shape": values.shape[1:], "dtype": values.dtype}
-        for name, values in first.items()
-        if name.removeprefix("next_") not in shared or name in shared
-    }
-    total = sum(chunk.numel() for chunk in given)
-    shares = {"stack_compress": ("pixels",)} if stacks else {}
-    buffer = cpprb.ReplayBuffer(total, described, next_of=tuple(shared), **shares)
-    spent = 0.0
-    streams = given[0].shape[0] if given[0].ndim == 2 else 1
-    for chunk in given:
-        values = arrays(chunk)
-        start = time.process_time()
-        for stream in np.split(np.arange(chunk.numel()), streams):  # an episode at a time: its frames are shared
-            buffer.add(**{name: rows[stream] for name, rows in values.items()})
-            buffer.on_episode_end()
-        spent += time.process_time() - start
-    return total, spent, lambda: buffer.sample(BATCH), buffer
-
-
-def packed(size: int, ndim: int, **options: Any) -> PackedEpisodeStorage:
-    """Make ours."""
-    return PackedEpisodeStorage(size, ndim=ndim, **options)
-
-
-def memmap(size: int, ndim: int) -> LazyMemmapStorage:
-    """Make TorchRL's storage on disk, in the folder for temporary files."""
-    return LazyMemmapStorage(size, ndim=ndim, scratch_dir=tempfile.mkdtemp())
-
-
-CONTENDERS: dict[str, tuple[Callable[..., tuple[int, float, Sample, Any]], float]] = {
-    "slipstream PackedEpisodeStorage": (torchrl_buffer(packed, axes=True), 1.0),
-    "slipstream, pack_images=False": (torchrl_buffer(functools.partial(packed, pack_images=False), axes=True), 1.0),
-    "LazyTensorStorage": (torchrl_buffer(lambda n, d: LazyTensorStorage(n, ndim=d), axes=True), 1.0),
-    "LazyMemmapStorage (pages of files)": (torchrl_buffer(memmap, axes=True), 0.5),
-    "CompressedListStorage": (compressed_list, 0.05),
-    "cpprb, next shared": (cpprb_buffer, 1.0),
-    "cpprb, next and frames shared": (functools.partial(cpprb_buffer, stacks=True), 1.0),
-}
-STACKS_ONLY = ("slipstream, pack_images=False", "cpprb, next and frames shared")
-
-
-# Measuring
+# In the process of a buffer
 
 
 def held_bytes() -> int:
@@ -267,111 +119,236 @@ def held_bytes() -> int:
 
 
 def measure(name: str, workload: Workload, connection: Connection) -> None:
-    """Fill one contender, and sample from it whenever it is asked to; runs in a process of its own."""
-    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    """Fill one buffer, and sample from it whenever it is asked to; runs in a separate process."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     fill, share = CONTENDERS[name]
     tempfile.tempdir = str(workload.path.parent)  # which is deleted at the end
     try:
-        warm_up(workload)
+        # Once before, so that the allocator and the libraries have taken what they take once.
+        few = 4 * max(BATCH, chunks_of(workload.path)[0].shape[0])
+        fill(workload, few).sample()
         limit = max(4 * BATCH, int(workload.num_steps * share))
         before = held_bytes()
-        total, add_s, sample, keeper = fill(workload, limit)
+        filled = fill(workload, limit)
         memory = held_bytes() - before
-        if isinstance(getattr(keeper, "storage", None), PackedEpisodeStorage):
-            check(workload, keeper)
+        if name.startswith("slipstream"):
+            check(workload, filled.keeper[0])
     except ImportError as error:
         connection.send(f"{name} ({error})")
         return
-    connection.send((total, memory / total, total / add_s))
+    total = filled.total
+    connection.send(Result(total, memory / total, total / filled.cpu_s, filled.thread_s / total))
+    learner = Learner()
     count = max(1, workload.num_batches // TURNS)
-    while connection.recv() == "sample":
+    while (command := connection.recv()) != "stop":
+        if command == "sample":
+            connection.send(time_batches(filled.sample, count))
+        else:
+            connection.send(time_learner(filled, learner))
+
+
+def time_batches(sample: Sample, count: int) -> tuple[float, float]:
+    """Return the CPU time and the time by the clock of a batch, in ms."""
+    sample()
+    times = []
+    before = time.process_time()
+    for _ in range(count):
+        start = time.perf_counter()
         sample()
-        times, cpu = [], time.process_time()
-        for _ in range(count):
-            start = time.perf_counter()
-            sample()
-            times.append(time.perf_counter() - start)
-        connection.send((1e3 * float(np.median(times)), 1e3 * (time.process_time() - cpu) / count))
+        times.append(time.perf_counter() - start)
+    return 1e3 * (time.process_time() - before) / count, 1e3 * float(np.median(times))
 
 
-def warm_up(workload: Workload) -> None:
-    """Let the allocator and the libraries take what they take once."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(BATCH), batch_size=8)
-    buffer.extend(_flat(chunks_of(workload.path)[0])[:BATCH])
-    buffer.sample()
+class Learner:
+    """A critic of some hundred units, whose update takes some milliseconds on one core."""
+
+    def __init__(self) -> None:
+        sizes = (256, 256, 256, 1)
+        layers: list[torch.nn.Module] = []
+        for inputs, outputs in itertools.pairwise(sizes):
+            layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
+        self._model = torch.nn.Sequential(*layers)
+        self._inputs = torch.randn(BATCH, sizes[0])
+
+    def update(self) -> None:
+        """Compute gradients, always of the same inputs: buffers differ, learners should not."""
+        for _ in range(4):
+            self._model.zero_grad()
+            self._model(self._inputs).square().mean().backward()
 
 
-def check(workload: Workload, buffer: Any) -> None:
+def time_learner(filled: Filled, learner: Learner) -> float | None:
+    """Return the time by the clock of an iteration with prefetched batches, in ms."""
+    if filled.prefetch is None:
+        return None
+    threads = torch.get_num_threads()
+    # The learner has one core, the threads that prepare batches have the others.
+    torch.set_num_threads(1)
+    times = []
+    for _ in range(LEARNER_STEPS):
+        start = time.perf_counter()
+        filled.prefetch()
+        learner.update()
+        times.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    return 1e3 * float(np.median(times[2:]))
+
+
+def check(workload: Workload, buffer: ReplayBuffer) -> None:
     """Compare what a buffer holds with what was put in."""
     first = next(filling(workload, 1))
-    some = buffer[: first.shape[-1]] if first.ndim == 1 else None
-    if some is None:
-        time_first = first.transpose(0, 1)[:8]
-        some, first = buffer.storage.get(slice(0, 8)), time_first
-    for key in first.keys(include_nested=True, leaves_only=True):
-        if not torch.equal(first[key], some[key]):
+    length = min(8, first.shape[-1])
+    if first.ndim == 2:
+        first = first.transpose(0, 1)
+    found = buffer.storage.get(slice(0, length))
+    for key, tensor in first[:length].items(include_nested=True, leaves_only=True):
+        if not torch.equal(tensor, found[key]):
             raise ValueError(f"{key} came back changed")
 
 
-def table(title: str, workload: Workload, raw: int, left_out: list[str]) -> str:
-    """Measure all contenders on one workload: they are filled one after another, and sample in turns."""
-    filled: dict[str, tuple[int, float, float]] = {}
-    pipes: dict[str, Connection] = {}
-    context = multiprocessing.get_context("spawn")
-    for name in CONTENDERS:
-        if name in STACKS_ONLY and workload.name != "stacks":
+# Tables
+
+
+def compare(
+    runs: Iterable[tuple[str, Workload]], left_out: list[str], *, prefetch: bool
+) -> dict[tuple[str, int], Result]:
+    """Measure buffers: they are filled one after another, and sample in turns. By name and number of steps."""
+    results: dict[tuple[str, int], Result] = {}
+    pipes: dict[tuple[str, int], Connection] = {}
+    for name, workload in runs:
+        found, pipe = start(name, workload)
+        if isinstance(found, str):
+            left_out.append(found)
             continue
-        mine, theirs = context.Pipe()
-        context.Process(target=measure, args=(name, workload, theirs), daemon=True).start()
-        theirs.close()
-        try:
-            result = mine.recv()
-        except EOFError:
-            result = f"{name} (died)"
-        if isinstance(result, str):
-            left_out.append(result)
-        else:
-            filled[name], pipes[name] = result, mine
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in filled}
+        results[name, workload.num_steps] = found
+        pipes[name, workload.num_steps] = pipe
     for _ in range(TURNS):
-        for name, pipe in pipes.items():
+        for key, pipe in pipes.items():
             pipe.send("sample")
-            turns[name].append(pipe.recv())
+            cpu, wall = pipe.recv()
+            results[key].cpu.append(cpu)
+            results[key].wall.append(wall)
+    if prefetch:
+        take_turns_ahead(results, pipes)
     for pipe in pipes.values():
         pipe.send("stop")
     for process in multiprocessing.active_children():
         process.join()
-    walls = {name: np.array([wall for wall, _ in mine]) for name, mine in turns.items()}
-    lazy = "LazyTensorStorage"
+    return results
+
+
+def start(name: str, workload: Workload) -> tuple[Result | str, Connection]:
+    """Fill a buffer in a new process; returns what was measured, or why nothing was, and the process's pipe."""
+    # Processes are copies of a server that has only imported the libraries, which takes seconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    mine, theirs = context.Pipe()
+    context.Process(target=measure, args=(name, workload, theirs), daemon=True).start()
+    theirs.close()
+    try:
+        found: Result | str = mine.recv()
+    except EOFError:
+        found = f"{name} (died)"
+    return found, mine
+
+
+def take_turns_ahead(results: dict[tuple[str, int], Result], pipes: dict[tuple[str, int], Connection]) -> None:
+    """Measure prefetching, in turns."""
+    for _ in range(TURNS):
+        for key, pipe in pipes.items():
+            pipe.send("prefetch")
+            ahead = pipe.recv()
+            if ahead is not None:
+                results[key].ahead.append(ahead)
+
+
+def ratio(mine: list[float], other: list[float]) -> float:
+    """Return the median of the ratios of all turns."""
+    return float(np.median(np.array(mine) / np.array(other)))
+
+
+def table(workload: Workload, left_out: list[str]) -> str:
+    """Compare all buffers on one workload."""
+    names = [name for name in CONTENDERS if workload.has_stacks or name not in STACKS_ONLY]
+    found = compare([(name, workload) for name in names], left_out, prefetch=True)
+    results = {name: result for (name, _), result in found.items()}
+    lazy = results[LAZY]
     lines = [
-        f"**{title}** ({raw} bytes a step, its next observation included; *of Lazy*: of LazyTensorStorage)",
+        f"**{workload.title}** ({step_bytes(workload)} bytes a step, its next observation included)",
         "",
-        "| buffer | steps | bytes a step | of Lazy | added per CPU s | batch ms | of Lazy | CPU ms |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| buffer | steps | bytes a step | of Lazy | added per CPU s | of Lazy | caller | CPU ms | of Lazy | batch ms "
+        "| of Lazy | prefetch ms | of Lazy |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, (total, held, rate) in filled.items():
-        cpu = float(np.median([cpu for _, cpu in turns[name]]))
-        lines.append(
-            f"| {name} | {total} | {held:.0f} | {held / filled[lazy][1]:.3f} | {rate:.0f} "
-            f"| {np.median(walls[name]):.2f} | {np.median(walls[name] / walls[lazy]):.2f} | {cpu:.2f} |"
-        )
-    ours, compressed = walls["slipstream PackedEpisodeStorage"], walls["CompressedListStorage"]
-    lines += [
+    for name, result in results.items():
+        cells = [
+            name,
+            str(result.total),
+            f"{result.held:.0f}",
+            f"{result.held / lazy.held:.3f}",
+            f"{result.rate:.0f}",
+            f"{result.rate / lazy.rate:.2f}",
+            f"{lazy.thread_s / result.thread_s:.2f}",
+            f"{np.median(result.cpu):.2f}",
+            f"{ratio(result.cpu, lazy.cpu):.2f}",
+            f"{np.median(result.wall):.2f}",
+            f"{ratio(result.wall, lazy.wall):.2f}",
+        ]
+        if result.ahead:
+            cells += [f"{np.median(result.ahead):.2f}", f"{ratio(result.ahead, lazy.ahead):.2f}"]
+        else:
+            cells += ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    if OURS in results and FLOOR in results:
+        ours = results[OURS]
+        lines += [
+            "",
+            f"Packed, a batch takes {ratio(ours.cpu, lazy.cpu):.2f} times the CPU time of LazyTensorStorage, "
+            f"{ratio(ours.cpu, results[FLOOR].cpu):.1f} times that of copying raw rows.",
+        ]
+    return "\n".join(lines)
+
+
+def growth(workload: Workload, left_out: list[str]) -> str:
+    """Compare our buffer with LazyTensorStorage at several sizes."""
+    sizes = [max(4 * BATCH, workload.num_steps // divisor) for divisor in GROWTH]
+    runs = []
+    for size in sizes:
+        runs += [(name, replace(workload, num_steps=size)) for name in (OURS, LAZY)]
+    found = compare(runs, left_out, prefetch=False)
+    lines = [
+        f"**{workload.title}: what grows** (CPU time; *of the smallest*: compared with the same buffer's first row)",
         "",
-        f"Packed, a batch takes {np.median(ours / walls[lazy]):.1f} times as long as from LazyTensorStorage (at most 4 "
-        f"is the aim), and from CompressedListStorage {np.median(compressed / ours):.1f} times as long as packed (at "
-        "least 5 is the aim).",
+        "| steps | bytes a step | of Lazy | batch CPU ms | of the smallest | Lazy's ms | of the smallest | of Lazy |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    smallest = sizes[0]
+    for size in sizes:
+        ours = found[OURS, size]
+        lazy = found[LAZY, size]
+        cells = [
+            str(ours.total),
+            f"{ours.held:.0f}",
+            f"{ours.held / lazy.held:.3f}",
+            f"{np.median(ours.cpu):.2f}",
+            f"{ratio(ours.cpu, found[OURS, smallest].cpu):.2f}",
+            f"{np.median(lazy.cpu):.2f}",
+            f"{ratio(lazy.cpu, found[LAZY, smallest].cpu):.2f}",
+            f"{ratio(ours.cpu, lazy.cpu):.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def slices(workload: Workload) -> str:
     """Measure what drawing slices costs right after a write, without reading them."""
     rows = []
-    given = [_flat(chunk).select(("next", "done")) for chunk in filling(workload, workload.num_steps)]
-    total, end = sum(map(len, given)), ("next", "done")
+    end = ("next", "done")
+    given = [flat_of(chunk).select(end) for chunk in filling(workload, workload.num_steps)]
+    total = sum(map(len, given))
     for name, storage, sampler in (
-        ("slipstream EpisodeSliceSampler", packed(total, 1), EpisodeSliceSampler(slice_len=16)),
+        ("slipstream EpisodeSliceSampler", PackedEpisodeStorage(total), EpisodeSliceSampler(slice_len=16)),
         ("SliceSampler", LazyTensorStorage(total), SliceSampler(slice_len=16, end_key=end)),
         (
             "SliceSampler, cache_values",
@@ -394,34 +371,59 @@ def slices(workload: Workload) -> str:
     return "\n".join([title, "", "| sampler | ms |", "|---|---:|", *rows])
 
 
-def noise_bits() -> float:
-    """Return the entropy of the sensor noise: what no lossless codec gets below, in bits a pixel."""
-    edges = np.arange(-40, 42) - 0.5
-    draws = np.random.default_rng(0).normal(0, NOISE, 4_000_000)
-    share = np.histogram(draws, edges)[0] / len(draws)
-    share = share[share > 0]
-    return float(-(share * np.log2(share)).sum())
+def recorded(
+    make: Callable[[Path, str, int], Path], name: str, folder: Path, count: int, left_out: list[str]
+) -> Path | None:
+    """Record chunks; returns None, and notes why, if what makes them is not installed."""
+    try:
+        return make(folder, name, count)
+    except ImportError as error:
+        left_out.append(f"{name} ({error})")
+        return None
 
 
-def run(steps: int, stacks: int, frames: int, batches: int) -> str:
+def workloads(folder: Path, sizes: Sizes, left_out: list[str]) -> list[Workload]:
+    """Record everything that buffers are filled with."""
+    lidar_chunks(folder, 2)
+    found = [
+        Workload("lidar", "LiDAR of the embedded simulator", folder / "lidar", sizes.lidar, sizes.batches),
+        Workload("only", "Only the LiDAR and its next", folder / "only", sizes.lidar, sizes.batches),
+    ]
+    few = max(TURNS, sizes.batches // 4)
+    path = image_chunks(folder, "stacks", min(10, -(-sizes.stacks // 100)))
+    title = "Noisy camera, stacks of four grey frames of 84 x 84"
+    found.append(Workload("stacks", title, path, sizes.stacks, few, has_stacks=True))
+    path = image_chunks(folder, "frames", min(4, -(-sizes.frames // 100)))
+    found.append(Workload("frames", "Noisy camera, colour frames of 224 x 224", path, sizes.frames, few))
+    count = max(1, sizes.recorded // 500)
+    for game in GAMES:
+        recording = recorded(game_chunks, game, folder, count, left_out)
+        if recording is not None:
+            title = f"Atari, {game}, four grey frames of 84 x 84"
+            found.append(Workload(game, title, recording, sizes.games, few, has_stacks=True))
+    for robot in ROBOTS:
+        recording = recorded(robot_chunks, robot, folder, count, left_out)
+        if recording is not None:
+            found.append(Workload(robot, f"MuJoCo, {robot}", recording, sizes.robots, sizes.batches))
+    return found
+
+
+def run(sizes: Sizes, chosen: list[str]) -> str:
     """Measure everything and return the report."""
     left_out: list[str] = []
-    parts = [machine(("numpy", "torch", *PEERS))]
+    parts = [machine(("numpy", "torch", *PACKAGES))]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        lidar = Workload("lidar", lidar_chunks(folder, min(4, -(-steps // 32768))), steps, batches)
-        parts.append(table("LiDAR of the embedded simulator", lidar, _step_bytes(lidar), left_out))
-        parts.append(slices(lidar))
-        for kind, count, title in (
-            ("stacks", stacks, "Noisy camera, stacks of four grey frames of 84 x 84"),
-            ("frames", frames, "Noisy camera, colour frames of 224 x 224"),
-        ):
-            path = image_chunks(folder, kind, min(20, -(-count // 100)))
-            workload = Workload(kind, path, count, max(5, batches // 4))
-            parts.append(table(title, workload, _step_bytes(workload), left_out))
+        for workload in workloads(Path(name), sizes, left_out):
+            if chosen and workload.name not in chosen:
+                continue
+            parts.append(table(workload, left_out))
+            if workload.name in ("lidar", "only", "stacks"):
+                parts.append(growth(workload, left_out))
+            if workload.name == "lidar":
+                parts.append(slices(workload))
     bits = noise_bits()
     parts.append(
-        f"The noise alone has {bits:.2f} bits a pixel, so that no lossless codec packs these frames more than "
+        f"The camera's noise alone has {bits:.2f} bits a pixel, so that no lossless codec packs its frames more than "
         f"{8 / bits:.2f} times, or a buffer that keeps each frame once more than {16 / bits:.1f} times as small as one "
         f"that keeps each twice, or {64 / bits:.0f} times in stacks of four, which hold each frame eight times."
     )
@@ -430,22 +432,18 @@ def run(steps: int, stacks: int, frames: int, batches: int) -> str:
     return "\n\n".join(parts)
 
 
-def _step_bytes(workload: Workload) -> int:
-    chunk = chunks_of(workload.path)[0]
-    return int(sum(tensor.nbytes for tensor in chunk.values(include_nested=True, leaves_only=True)) // chunk.numel())
-
-
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few steps, few batches")
-    parser.add_argument("--steps", type=int, default=1_000_000, help="LiDAR steps")
-    parser.add_argument("--stacks", type=int, default=100_000, help="stacks of 84 x 84 frames")
-    parser.add_argument("--frames", type=int, default=16_000, help="frames of 224 x 224")
+    parser.add_argument("--quick", action="store_true", help="few steps, few batches; about three minutes")
+    parser.add_argument("--lidar", type=int, metavar="STEPS", help="LiDAR steps; one million by default")
+    parser.add_argument("--stacks", type=int, metavar="STEPS", help="camera stacks; 30,000 by default")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="kinds of data, such as lidar or Pong")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the report into a page, between its markers")
     arguments = parser.parse_args()
-    sizes = (65_536, 2_000, 600, 20) if arguments.quick else (arguments.steps, arguments.stacks, arguments.frames, 100)
-    report = run(*sizes)
+    sizes = QUICK if arguments.quick else Sizes()
+    sizes = replace(sizes, lidar=arguments.lidar or sizes.lidar, stacks=arguments.stacks or sizes.stacks)
+    report = run(sizes, arguments.only)
     print(report)
     if arguments.write:
         write_section(arguments.write, "replay", report)

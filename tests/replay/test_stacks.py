@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from slipstream import CodecError, EpisodeStore, PackedEpisodeStorage
 from slipstream.replay.log import RowLog, UnitCache
-from slipstream.replay.packing import ImageRows, Where
+from slipstream.replay.packing import ImageRows, Units, Where
 from tests.replay.samples import assert_same
 
 SIDE = 40
@@ -159,10 +159,10 @@ def damaged(payload):
 def test_a_damaged_segment_of_stacks_is_an_error():
     images = stacked(film(23))
     packer = packer_of(images)
-    sizes, (payload,) = packer.pack(images.reshape(20, -1), np.array([20]), 1)
-    for lie in damaged(payload):
+    units = packer.pack(images.reshape(20, -1), np.array([20]), 1)
+    for lie in damaged(units.content):
         log = RowLog(packer, UnitCache(0), 0)
-        log.append((sizes, [lie]), 20)
+        log.append(Units.join(units.sizes, [lie]), 20)
         with pytest.raises(CodecError):
             log.fetch(log.locate(np.arange(20)))
 
@@ -172,11 +172,11 @@ def test_a_damaged_segment_of_stacks_is_an_error():
 def test_a_changed_byte_is_an_error_or_changes_pixels_only(place, value):
     images = stacked(film(23))
     packer = packer_of(images)
-    sizes, (payload,) = packer.pack(images.reshape(20, -1), np.array([20]), 1)
-    lie = bytearray(payload)
+    units = packer.pack(images.reshape(20, -1), np.array([20]), 1)
+    lie = bytearray(units.content)
     lie[place] = value
     log = RowLog(packer, UnitCache(0), 0)
-    log.append((sizes, [bytes(lie)]), 20)
+    log.append(Units.join(units.sizes, [bytes(lie)]), 20)
     try:
         assert log.fetch(log.locate(np.arange(20))).shape == (20, images[0].size)
     except CodecError:
@@ -277,7 +277,9 @@ def test_stacks_may_be_unpacked_while_the_same_thread_is_unpacking_others():
     """As a signal handler or a finalizer does, which comes in between."""
     images = stacked(film(203))
     packer, rows = packer_of(images), images.reshape(200, -1)
-    sizes, payloads = packer.pack(rows, np.array([200]), 1)
+    units = packer.pack(rows, np.array([200]), 1)
+    sizes = units.sizes
+    payloads = units.payloads
     segment, row = np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(size) for size in sizes])
     inner: list[bool] = []
     inside = False

@@ -516,3 +516,35 @@ def test_an_automatic_device_is_that_of_the_first_batch():
     storage.set(range(10), TensorDict({"o": torch.zeros(10, 3)}, batch_size=[10]))
     assert storage.device == torch.device("cpu")
     assert storage.get(0).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_prefetched_batches_equal_those_that_are_read_directly(prefetch):
+    steps = torch.arange(400 * 8, dtype=torch.float32).reshape(400, 8)
+    data = TensorDict({"o": steps[:-1], "next": {"o": steps[1:], "done": torch.zeros(399, 1, dtype=torch.bool)}}, [399])
+    storages = [PackedEpisodeStorage(400), LazyTensorStorage(400)]
+    packed, lazy = (TensorDictReplayBuffer(storage=storage, batch_size=32, prefetch=prefetch) for storage in storages)
+    packed.extend(data)
+    lazy.extend(data)
+    for _ in range(12):
+        batch = packed.sample()
+        # Threads draw in any order, so a batch is compared with the steps it says it holds.
+        index = batch["index"]
+        for storage in storages:
+            expected = storage.get(index)
+            for key in ("o", ("next", "o"), ("next", "done")):
+                assert torch.equal(batch[key], expected[key])
+
+
+def test_one_prefetching_thread_draws_the_same_batches_as_none():
+    steps = torch.arange(300 * 5, dtype=torch.float32).reshape(300, 5)
+    data = TensorDict({"o": steps[:-1], "next": {"o": steps[1:]}}, [299])
+    drawn = []
+    for options in ({}, {"prefetch": 1}):
+        buffer = TensorDictReplayBuffer(storage=PackedEpisodeStorage(300), batch_size=16, **options)
+        buffer.set_rng(torch.Generator().manual_seed(7))
+        buffer.extend(data)
+        drawn.append([buffer.sample() for _ in range(8)])
+    for one, other in zip(*drawn, strict=True):
+        for key in ("index", "o", ("next", "o")):
+            assert torch.equal(one[key], other[key])

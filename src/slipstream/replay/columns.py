@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.replay.log import Located, RowLog, Segment
-from slipstream.replay.packing import ImageRows, PackedColumn, Rows
+from slipstream.replay.log import Located, RowLog, Segment, overhead_bytes
+from slipstream.replay.packing import ImageRows, Rows, Units
 from slipstream.replay.roles import Key
 from slipstream.replay.schema import FRAME, Block, Leaf, frame_key
 from slipstream.replay.tail import Tail
@@ -41,14 +41,14 @@ class PackedSteps:
         num_rows: How many rows there are, extra ones included.
     """
 
-    units: PackedColumn
+    units: Units
     position: NDArray[np.int64]
     num_rows: int
 
     @property
-    def nbytes(self) -> int:
-        """The size of all units."""
-        return sum(map(len, self.units[1]))
+    def held_bytes(self) -> int:
+        """The memory that they will take in the log."""
+        return len(self.units.content) + overhead_bytes(len(self.units.sizes), 1)
 
 
 class Column:

@@ -70,7 +70,7 @@ def compress_image(image: Any, *, jpeg: int | None = None) -> bytes:
         kind, body = _JPEG, encode_jpeg(array, jpeg)
     elif array.dtype == np.uint8:
         rows = array.reshape(1, -1)
-        _, (body,) = ImageRows(rows.shape[1], line_bytes_of(array.shape)).pack(rows, np.ones(1, np.int64), 1)
+        body = ImageRows(rows.shape[1], line_bytes_of(array.shape)).pack(rows, np.ones(1, np.int64), 1).content
         kind = _LOSSLESS
     else:
         kind, body = _NUMBERS, Planes().encode(array)

@@ -57,13 +57,26 @@ class RingShape:
         """
         plain = plain_index(index)
         # Most reads are batches of whole numbers, for which a table of all slots would cost more than the batch.
-        if not self.streams and isinstance(plain, np.ndarray) and plain.dtype.kind in "iu":
-            slots = plain.astype(np.int64)
-            slots = np.where(slots < 0, slots + num_used, slots)
-            if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < num_used:
-                raise IndexError(f"there are {num_used} steps")
-            return slots
+        places = plain
+        if not isinstance(plain, tuple):
+            places = (plain,)
+        if len(places) == len(self.shape) and all(map(_is_numbers, places)):
+            return self._at_places(places, num_used)
         return np.asarray(self.table()[:num_used][plain])
+
+    def _at_places(self, places: tuple[NDArray[Any], ...], num_used: int) -> NDArray[np.int64]:
+        """Return the slots at some places along all axes."""
+        try:
+            parts = np.broadcast_arrays(*places)
+        except ValueError as error:
+            raise IndexError(str(error)) from error
+        slots = np.zeros((), np.int64)
+        for numbers, length in zip(parts, (num_used, *self.streams), strict=True):
+            if numbers.size and not -length <= int(numbers.min()) <= int(numbers.max()) < length:
+                raise IndexError(f"there are {length} steps along an axis")
+            place = numbers.astype(np.int64)
+            slots = slots * length + np.where(place < 0, place + length, place)
+        return slots
 
     def slots(self, cursor: Any, count: int, num_used: int) -> NDArray[np.int64]:
         """Return which slots a cursor means.
@@ -123,6 +136,11 @@ def plain_index(index: Any) -> Any:
     if isinstance(index, range):
         return np.arange(index.start, index.stop, index.step)
     return _plain(index)
+
+
+def _is_numbers(index: Any) -> bool:
+    """Return whether an index is an array of whole numbers."""
+    return isinstance(index, np.ndarray) and index.dtype.kind in "iu"
 
 
 def _plain(index: Any) -> Any:

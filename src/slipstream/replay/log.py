@@ -1,8 +1,8 @@
 """`RowLog`: numbered rows of one column in immutable segments, each with a count of the slots that show its rows.
 
 A *segment* is what was packed at once: rows with consecutive numbers, cut into *units* that are decoded on their own
-(see `packing`). Numbers are never used twice. A segment is dropped as soon as no slot shows a row of it; one with few
-such rows is named by `sparse_rows`, so that its owner can pack them again.
+(see `packing`), whose bytes are one object. Numbers are never used twice. A segment is dropped as soon as no slot shows
+a row of it; one with few such rows is named by `sparse_rows`, so that its owner can pack them again.
 
 A log has no lock. Its owner appends, releases and locates under a lock, and packs and decodes outside of it: `Located`
 holds on to the bytes that it needs.
@@ -10,6 +10,7 @@ holds on to the bytes that it needs.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,21 +21,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import CodecError, OutOfRangeError
-from slipstream.replay.packing import ImageRows, PackedColumn, RowPacker, Rows, VectorRows, Where
+from slipstream.replay.packing import ImageRows, RowPacker, Rows, Units, VectorRows, Where
 from slipstream.replay.stacks import frames_of_stack
 from slipstream.threads import default_threads, parallel_map
 
 RowNumbers = NDArray[np.int64]
 
-UNIT_OVERHEAD_BYTES = 64
-"""What a unit takes besides its bytes: the object's header and rounding, and its entries in two tables."""
+_UNIT_OVERHEAD_BYTES = 16
+"""What a unit takes besides its bytes: its entries in two tables."""
+_SEGMENT_OVERHEAD_BYTES = 128
+"""What a segment takes besides its units: the object's header and rounding, and its entries in all tables."""
 
 _PARALLEL_BYTES = 8 << 20
 _BLOCK_UNITS = 128
 _LEAST = 16
+# Reads of more units than this do not use the cache: looking there would take as long as decoding them.
+_CACHED_UNITS = 32
 # A segment is sparse if at most this share of its rows is shown. Every second row may be an extra one, so more than
 # half of them is normal.
 _SPARSE_SHARE = 0.25
+
+
+def overhead_bytes(num_units: int, num_segments: int) -> int:
+    """Return the memory that units and segments take besides their bytes."""
+    return _UNIT_OVERHEAD_BYTES * num_units + _SEGMENT_OVERHEAD_BYTES * num_segments
 
 
 class UnitCache:
@@ -48,16 +58,19 @@ class UnitCache:
         self._units: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._lock = threading.Lock()
 
-    def find(self, log: int, numbers: Sequence[int], *, look: bool) -> list[bytes | None]:
-        """Return the units that are here; None for the others, and for all without looking."""
+    def find(self, log: int, numbers: Sequence[int]) -> list[bytes | None]:
+        """Return the units that are here, None for the others."""
         with self._lock:
-            found: list[bytes | None] = [None] * len(numbers)
-            if look:
-                found = [self._units.get((log, number)) for number in numbers]
+            found = [self._units.get((log, number)) for number in numbers]
             missing = found.count(None)
             self.misses += missing
             self.hits += len(found) - missing
         return found
+
+    def pass_by(self, count: int) -> None:
+        """Count units that were not looked for."""
+        with self._lock:
+            self.misses += count
 
     def put(self, log: int, numbers: Sequence[int], units: Sequence[bytes]) -> None:
         """Keep units; the oldest ones are forgotten if there are too many bytes."""
@@ -81,40 +94,73 @@ class UnitCache:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows that were packed at once: the number of the first, the rows of each unit, and the bytes of each unit.
-
-    The bytes of a unit that was lost are None.
-    """
+    """Rows that were packed at once: the number of the first, and the units they are in. A lost unit has no bytes."""
 
     first: int
-    sizes: NDArray[np.int64]
-    payloads: Sequence[bytes | None]
+    units: Units
+
+    @classmethod
+    def join(cls, first: int, sizes: NDArray[np.int64], payloads: Sequence[bytes | None]) -> Segment:
+        """Make a segment of units, of which those that were lost are None."""
+        return cls(first, Units.join(sizes, [payload or b"" for payload in payloads]))
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """How many rows each unit has."""
+        return self.units.sizes
+
+    @property
+    def payloads(self) -> list[bytes | None]:
+        """The bytes of each unit; None if they were lost."""
+        return [payload or None for payload in self.units.payloads]
 
     @property
     def num_rows(self) -> int:
         """How many rows it has."""
-        return int(self.sizes.sum())
+        return int(self.units.sizes.sum())
 
     @property
     def nbytes(self) -> int:
         """The bytes of its units."""
-        return sum(len(payload or b"") for payload in self.payloads)
+        return len(self.units.content)
 
 
 @dataclass(frozen=True)
 class Located:
-    """Rows that were found: the units that hold them, and where in those they are."""
+    """Rows that were found: the units that hold them, and where in those they are.
+
+    Attributes:
+        packer: How they are packed.
+        numbers: The first row of each unit.
+        sizes: How many rows each unit has.
+        contents: The bytes of the segment that each unit is in.
+        begins: Where the bytes of each unit begin.
+        ends: Where they end.
+        where: The unit of each row, and its place there.
+    """
 
     packer: RowPacker
-    numbers: list[int]
+    numbers: NDArray[np.int64]
     sizes: NDArray[np.int64]
-    payloads: list[bytes]
+    contents: list[bytes]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
     where: Where
+
+    def payloads(self, units: slice = slice(None)) -> list[bytes]:
+        """Return the bytes of some units, copied: slices of bytes are made faster than views of them."""
+        parts = map(slice, self.begins[units].tolist(), self.ends[units].tolist())
+        return list(map(operator.getitem, self.contents[units], parts))  # type: ignore[arg-type]
+
+    def views(self) -> list[memoryview]:
+        """Return the bytes of all units, not copied: images are large."""
+        parts = zip(self.contents, self.begins.tolist(), self.ends.tolist(), strict=True)
+        return [memoryview(content)[begin:end] for content, begin, end in parts]
 
     @property
     def stacked(self) -> bool:
         """Whether some share frames with those before and after them, so that reading both at once pays."""
-        return any(map(frames_of_stack, self.payloads))
+        return any(map(frames_of_stack, self.views()))
 
 
 class RowLog:
@@ -138,47 +184,63 @@ class RowLog:
         self._cache = cache
         self._number = number
         self._threads = threads or default_threads()
-        # One entry per unit, in order: its first row, its rows, its bytes. Dropped units stay until most are dropped.
+        # One entry per unit, in order: its first row, and where its bytes begin in its segment. After the units of each
+        # segment comes one more entry, which says where the last of them ends. Entries of dropped segments stay until
+        # they are the most.
         self._starts = np.zeros(_LEAST, np.int64)
-        self._sizes = np.zeros(_LEAST, np.int64)
-        self._payloads: list[bytes | None] = []
+        self._begins = np.zeros(_LEAST, np.int64)
+        self._num_entries = 0
         self._num_dropped = 0
-        # One entry per segment, in order: its first row, its rows, its first unit, and how many slots show its rows.
-        self._segments = np.zeros((_LEAST, 4), np.int64)
+        # One entry per segment, in order: its first row, its rows (0 if it was dropped), its first unit, how many slots
+        # show its rows (-1 if it was dropped), and its bytes.
+        self._first_rows = np.zeros(_LEAST, np.int64)
+        self._rows = np.zeros(_LEAST, np.int64)
+        self._first_units = np.zeros(_LEAST, np.int64)
+        self._shown = np.zeros(_LEAST, np.int64)
+        self._contents: list[bytes | None] = []
         self._num_segments = 0
 
     @property
     def held_bytes(self) -> int:
         """The memory that it takes, tables and objects included."""
-        return self.packed_bytes + UNIT_OVERHEAD_BYTES * (len(self._payloads) - self._num_dropped)
+        return self.packed_bytes + overhead_bytes(self._num_entries - self._num_dropped, self._num_segments)
 
-    def pack(self, rows: Rows, runs: NDArray[np.int64]) -> PackedColumn:
+    def pack(self, rows: Rows, runs: NDArray[np.int64]) -> Units:
         """Pack rows without adding them; needs no lock.
 
         Args:
-            rows: ``[rows, bytes of a row]``.
+            rows: ``[rows, bytes of a row]``, contiguous.
             runs: How many rows follow each other in time before the next run starts; they add up to all.
         """
         return self.packer.pack(rows, runs, self._threads)
 
-    def append(self, packed: PackedColumn, num_shown: int) -> int:
+    def append(self, packed: Units, num_shown: int) -> int:
         """Add rows that `pack` packed, `num_shown` of which slots will show; returns the number of the first."""
-        sizes, payloads = packed
-        segment = Segment(self.end, np.asarray(sizes, np.int64), payloads)
+        segment = Segment(self.end, packed)
         self._add(segment, num_shown)
         return segment.first
 
     def _add(self, segment: Segment, num_shown: int) -> None:
-        unit = len(self._payloads)
-        count = len(segment.sizes)
-        self._starts = _with_room(self._starts, unit + count)
-        self._sizes = _with_room(self._sizes, unit + count)
-        ends = segment.first + np.cumsum(segment.sizes)
-        self._starts[unit : unit + count] = ends - segment.sizes
-        self._sizes[unit : unit + count] = segment.sizes
-        self._payloads += segment.payloads
-        self._segments = _with_room(self._segments, self._num_segments + 1)
-        self._segments[self._num_segments] = (segment.first, segment.num_rows, unit, num_shown)
+        units = segment.units
+        first = self._num_entries
+        last = first + len(units.sizes)
+        self._starts = _with_room(self._starts, last + 1)
+        self._begins = _with_room(self._begins, last + 1)
+        self._starts[first] = segment.first
+        self._starts[first + 1 : last + 1] = segment.first + np.cumsum(units.sizes)
+        self._begins[first] = 0
+        self._begins[first + 1 : last + 1] = np.cumsum(units.lengths)
+        self._num_entries = last + 1
+        place = len(self._contents)
+        self._first_rows = _with_room(self._first_rows, place + 1)
+        self._rows = _with_room(self._rows, place + 1)
+        self._first_units = _with_room(self._first_units, place + 1)
+        self._shown = _with_room(self._shown, place + 1)
+        self._first_rows[place] = segment.first
+        self._rows[place] = segment.num_rows
+        self._first_units[place] = first
+        self._shown[place] = num_shown
+        self._contents.append(units.content)
         self._num_segments += 1
         self.packed_bytes += segment.nbytes
         self.num_rows += segment.num_rows
@@ -189,39 +251,41 @@ class RowLog:
         if not len(rows):
             return
         segment = self._segment_of(rows)
-        np.subtract.at(self._segments[:, 3], segment, 1)
+        np.subtract.at(self._shown, segment, 1)
         touched = np.unique(segment)
-        for number in touched[self._segments[touched, 3] <= 0].tolist():
+        for number in touched[self._shown[touched] <= 0].tolist():
             self._drop(number)
-        if 2 * self._num_dropped > len(self._payloads) > _LEAST:
+        if 2 * self._num_dropped > self._num_entries > _LEAST:
             self._forget_dropped()
 
     def _segment_of(self, rows: RowNumbers) -> NDArray[np.int64]:
-        firsts = self._segments[: self._num_segments, 0]
+        firsts = self._first_rows[: len(self._contents)]
         return np.searchsorted(firsts, rows, side="right") - 1
 
     def _units_of(self, segment: int) -> slice:
-        stop = len(self._payloads)
-        if segment + 1 < self._num_segments:
-            stop = int(self._segments[segment + 1, 2])
-        return slice(int(self._segments[segment, 2]), stop)
+        """Return the entries of the units of a segment, without the one after them."""
+        stop = self._num_entries
+        if segment + 1 < len(self._contents):
+            stop = int(self._first_units[segment + 1])
+        return slice(int(self._first_units[segment]), stop - 1)
 
     def _drop(self, segment: int) -> None:
-        if self._segments[segment, 3] < 0:
+        content = self._contents[segment]
+        if content is None:
             return
         units = self._units_of(segment)
-        for unit in range(units.start, units.stop):
-            self.packed_bytes -= len(self._payloads[unit] or b"")
-            self._payloads[unit] = None
-        self.num_rows -= int(self._segments[segment, 1])
-        self._num_dropped += units.stop - units.start
-        self._segments[segment, 1] = 0
-        self._segments[segment, 3] = -1
+        self._contents[segment] = None
+        self._num_segments -= 1
+        self.packed_bytes -= len(content)
+        self.num_rows -= int(self._rows[segment])
+        self._num_dropped += units.stop + 1 - units.start
+        self._rows[segment] = 0
+        self._shown[segment] = -1
 
     def _forget_dropped(self) -> None:
         """Remove the entries of dropped segments; amortised, as each of them was paid for when it was added."""
         kept = self.segments()
-        shown = self._segments[: self._num_segments, 3]
+        shown = self._shown[: len(self._contents)]
         shown = shown[shown >= 0].copy()
         end = self.end
         self.clear()
@@ -231,8 +295,9 @@ class RowLog:
 
     def clear(self) -> None:
         """Drop all rows; numbers go on."""
-        self._payloads = []
+        self._contents = []
         self._num_segments = 0
+        self._num_entries = 0
         self._num_dropped = 0
         self.packed_bytes = 0
         self.num_rows = 0
@@ -240,19 +305,21 @@ class RowLog:
     def segments(self) -> list[Segment]:
         """Return all segments; they share the packed bytes with the log."""
         found = []
-        for number in range(self._num_segments):
-            if self._segments[number, 3] < 0:
+        for number, content in enumerate(self._contents):
+            if content is None:
                 continue
             units = self._units_of(number)
-            sizes = self._sizes[units].copy()
-            found.append(Segment(int(self._segments[number, 0]), sizes, self._payloads[units]))
+            bounds = slice(units.start, units.stop + 1)
+            sizes = np.diff(self._starts[bounds])
+            lengths = np.diff(self._begins[bounds])
+            found.append(Segment(int(self._first_rows[number]), Units(sizes, lengths, content)))
         return found
 
     def restore(self, segments: Sequence[Segment], end: int) -> None:
         """Become a log of these segments, which are kept until `count_shown` drops some.
 
         Raises:
-            CodecError: If a unit claims to be larger than it can be, or segments overlap.
+            CodecError: If a unit is larger than it can be, or segments overlap.
         """
         self.clear()
         self.end = 0
@@ -260,33 +327,40 @@ class RowLog:
             if segment.first < self.end:
                 raise CodecError(f"rows {segment.first} to {self.end - 1} are stored twice")
             if isinstance(self.packer, VectorRows):
-                self.packer.check([payload or b"" for payload in segment.payloads], segment.sizes.tolist())
+                self.packer.check(segment.units.lengths, segment.units.sizes)
             self._add(segment, 0)
         self.end = max(end, self.end)
 
     def count_shown(self, rows: RowNumbers) -> None:
         """Count which rows slots show after `restore`, and drop the other segments."""
-        shown = np.bincount(self._segment_of(rows), minlength=self._num_segments)
-        self._segments[: self._num_segments, 3] = shown
+        shown = np.bincount(self._segment_of(rows), minlength=len(self._contents))
+        self._shown[: len(self._contents)] = shown
         for number in np.flatnonzero(shown == 0).tolist():
             self._drop(number)
 
     def has(self, rows: RowNumbers) -> NDArray[np.bool_]:
         """Return which rows can be read."""
-        if not self._num_segments:
+        if not self._contents:
             return np.zeros(len(rows), np.bool_)
-        unit = np.maximum(np.searchsorted(self._starts[: len(self._payloads)], rows, side="right") - 1, 0)
-        inside = (rows >= self._starts[unit]) & (rows < self._starts[unit] + self._sizes[unit])
-        is_lost = np.array([payload is None for payload in self._payloads], np.bool_)
-        found: NDArray[np.bool_] = inside & ~is_lost[unit]
+        segment = np.maximum(self._segment_of(rows), 0)
+        place = rows - self._first_rows[segment]
+        found: NDArray[np.bool_] = (place >= 0) & (place < self._rows[segment])
+        unit = np.searchsorted(self._starts[: self._num_entries], rows[found], side="right") - 1
+        found[found] = self._has_bytes(unit)
         return found
+
+    def _has_bytes(self, unit: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which units were not lost. Only rows without bytes are in units without bytes."""
+        return np.asarray((self._begins[unit + 1] > self._begins[unit]) | (self.packer.row_bytes == 0))
 
     def sparse_rows(self) -> tuple[int, NDArray[np.int64]]:
         """Return how many rows sparse segments have, and the first row and the end of each such segment."""
-        table = self._segments[: self._num_segments]
-        is_sparse = (table[:, 3] >= 0) & (table[:, 3] <= _SPARSE_SHARE * table[:, 1])
-        sparse = table[is_sparse]
-        return int(sparse[:, 1].sum()), np.stack([sparse[:, 0], sparse[:, 0] + sparse[:, 1]], axis=1)
+        count = len(self._contents)
+        shown = self._shown[:count]
+        num_rows = self._rows[:count]
+        is_sparse = (shown >= 0) & (shown <= _SPARSE_SHARE * num_rows)
+        firsts = self._first_rows[:count][is_sparse]
+        return int(num_rows[is_sparse].sum()), np.stack([firsts, firsts + num_rows[is_sparse]], axis=1)
 
     def locate(self, rows: RowNumbers) -> Located:
         """Find rows and hold on to them, so that they can be fetched whatever is dropped meanwhile.
@@ -294,20 +368,27 @@ class RowLog:
         Raises:
             OutOfRangeError: If a row was dropped, or does not exist.
         """
-        starts = self._starts[: len(self._payloads)]
-        unit = np.searchsorted(starts, rows, side="right") - 1
-        distinct, inverse = np.unique(unit, return_inverse=True)
-        payloads: list[bytes] = []
-        for number in distinct.tolist():
-            payload = self._payloads[number] if number >= 0 else None
-            if payload is None:
-                raise OutOfRangeError(f"rows {int(rows.min())} to {int(rows.max())} are not all in the log")
-            payloads.append(payload)
-        offset = rows - starts[unit]
-        sizes = self._sizes[distinct]
-        if (offset >= self._sizes[unit]).any():
+        # Searching for rows in order takes half the time, and puts those of one unit next to each other.
+        order = np.argsort(rows)
+        ordered = rows[order]
+        entry = np.searchsorted(self._starts[: self._num_entries], ordered, side="right") - 1
+        is_first = np.ones(len(rows), np.bool_)
+        np.not_equal(entry[1:], entry[:-1], out=is_first[1:])
+        unit = entry[is_first]
+        # One row of each unit is enough to check: those between segments seem to be in one unit, too.
+        checked = ordered[is_first]
+        segment = self._segment_of(checked)
+        is_there = (segment >= 0) & (checked < self._first_rows[segment] + self._rows[segment])
+        if not is_there.all() or not self._has_bytes(unit).all():
             raise OutOfRangeError(f"rows {int(rows.min())} to {int(rows.max())} are not all in the log")
-        return Located(self.packer, starts[distinct].tolist(), sizes, payloads, Where(inverse.reshape(-1), offset))
+        starts = self._starts[unit]
+        of_row = np.empty(len(rows), np.int64)
+        of_row[order] = np.cumsum(is_first) - 1
+        # None stands for a dropped segment, which has no rows, so `is_there` was false for it.
+        contents = [self._contents[number] or b"" for number in segment.tolist()]
+        where = Where(of_row, rows - starts[of_row])
+        sizes = self._starts[unit + 1] - starts
+        return Located(self.packer, starts, sizes, contents, self._begins[unit], self._begins[unit + 1], where)
 
     def fetch(self, located: Located, *outs: Rows) -> Rows:
         """Decode what was located, without a lock; returns the first of `outs`.
@@ -326,35 +407,37 @@ class RowLog:
         if not count:
             return outs[0]
         if isinstance(packer, ImageRows):
-            packer.gather(located.payloads, located.where, outs)
+            packer.gather(located.views(), located.where, outs)
         else:
             packer.gather(self._decode(packer, located), located.sizes, located.where, *outs)
         return outs[0]
 
-    def _decode(self, packer: VectorRows, located: Located) -> list[bytes]:
-        """Decode units, except for those in the cache; on several threads if there is much to do."""
-        nbytes = int(located.sizes.sum()) * packer.row_bytes
-        # A batch from everywhere would only push everything out.
-        fits = nbytes <= self._cache.max_bytes
-        found = self._cache.find(self._number, located.numbers, look=fits)
-        missing = [place for place, unit in enumerate(found) if unit is None]
-        lengths = located.sizes.tolist()
+    def _decode(self, packer: VectorRows, located: Located) -> bytes:
+        """Decode units, one after another; on several threads if there is much to do."""
+        count = len(located.sizes)
+        if self._cache.max_bytes and count <= _CACHED_UNITS:
+            return self._decode_cached(packer, located)
+        self._cache.pass_by(count)
+        if int(located.sizes.sum()) * packer.row_bytes < _PARALLEL_BYTES:
+            return packer.decode(located.payloads(), located.sizes)
 
-        def run(first: int) -> list[bytes]:
-            places = missing[first : first + _BLOCK_UNITS]
-            return packer.decode([located.payloads[place] for place in places], [lengths[place] for place in places])
+        def run(first: int) -> bytes:
+            units = slice(first, first + _BLOCK_UNITS)
+            return packer.decode(located.payloads(units), located.sizes[units])
 
-        threads = 1
-        if nbytes >= _PARALLEL_BYTES:
-            threads = self._threads
-        decoded: list[bytes] = []
-        for block in parallel_map(run, range(0, len(missing), _BLOCK_UNITS), threads):
-            decoded += block
-        for place, unit in zip(missing, decoded, strict=True):
-            found[place] = unit
-        if fits:
-            self._cache.put(self._number, [located.numbers[place] for place in missing], decoded)
-        return [unit for unit in found if unit is not None]
+        return b"".join(parallel_map(run, range(0, count, _BLOCK_UNITS), self._threads))
+
+    def _decode_cached(self, packer: VectorRows, located: Located) -> bytes:
+        """Decode units that are not in the cache, and put them there."""
+        numbers = located.numbers.tolist()
+        units = self._cache.find(self._number, numbers)
+        payloads = located.payloads()
+        for place, unit in enumerate(units):
+            if unit is None:
+                units[place] = packer.decode([payloads[place]], located.sizes[place : place + 1])
+        decoded = [unit for unit in units if unit is not None]
+        self._cache.put(self._number, numbers, decoded)
+        return b"".join(decoded)
 
 
 def _first_of(segment: Segment) -> int:

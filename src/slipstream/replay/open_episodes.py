@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from slipstream.errors import ReplayError
 from slipstream.replay.arrays import Arrays, next_name, step_block
 from slipstream.replay.columns import PackedSteps, Slots
-from slipstream.replay.log import UNIT_OVERHEAD_BYTES
 from slipstream.replay.prefix_sum import PrefixSum
 from slipstream.replay.schema import Leaf
 from slipstream.replay.steps import FoundSteps, Steps
@@ -118,8 +117,8 @@ class OpenEpisode:
 
 
 def held_bytes(packed: Sequence[PackedSteps]) -> int:
-    """Return the memory of packed steps in all columns, objects included."""
-    return sum(steps.nbytes + UNIT_OVERHEAD_BYTES * len(steps.units[1]) for steps in packed)
+    """Return the memory of packed steps in all columns, objects and tables included."""
+    return sum(steps.held_bytes for steps in packed)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 A replay buffer is read a step here and a step there, so the unit of packing is small and decoding one must cost
 microseconds. Two ways to pack, chosen by what a row is:
 
-- `VectorRows`: four rows that follow each other in time, laid out with time innermost (byte ``b`` of all rows,
-  then byte ``b + 1`` of all rows), in one zstd frame. All vectors of a step share the row, so that one call decodes
-  them all.
+- `VectorRows`: four rows that follow each other in time, one after another, in one LZ4 block. All vectors of a step
+  share the row, so that one call decodes them all.
 - `ImageRows`: every image alone, each line as its difference to the line above, Huffman-coded; or whatever of a few
   variants packs it better. Of stacks of frames that repeat from step to step, every frame once (see `stacks`).
 
@@ -21,12 +20,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
-from slipstream.codecs.entropy import HUFFMAN_LEVEL, compress_zstd, decompress_into, decompress_zstd, decompressor
+from slipstream.codecs.entropy import HUFFMAN_LEVEL, compress_zstd, decompress_into, decompress_zstd
 from slipstream.errors import CodecError
 from slipstream.memory import scratch, scratch_scope
+from slipstream.replay.blocks import compress_parts, decompress_parts
 from slipstream.replay.stacks import (
     STACK_ROWS,
     Pieces,
@@ -40,14 +39,12 @@ from slipstream.threads import default_threads, parallel_map
 
 Rows = NDArray[np.uint8]
 """``[rows, bytes of a row]``."""
-PackedColumn = tuple[NDArray[np.int64], list[bytes]]
-"""Segments: how many rows each has, and its bytes."""
+Payload = bytes | memoryview
+"""The bytes of one unit."""
 
-SEGMENT_ROWS = 4
-_SEGMENT_BYTES = 64 << 10
+UNIT_ROWS = 4
+_UNIT_BYTES = 64 << 10
 _LEVEL = 1
-# Half the time of level 1 to pack and three quarters of it to unpack, for 1 % to 3 % of the ratio.
-_VECTOR_LEVEL = -1
 _BLOCK_BYTES = 2 << 20
 _CACHED_BYTES = 1 << 20
 _SCRATCH_BYTES = 16 << 20
@@ -56,8 +53,36 @@ _LINES_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
+class Units:
+    """What rows were packed into.
+
+    Attributes:
+        sizes: How many rows each unit has.
+        lengths: How many bytes each unit has.
+        content: The bytes of all units, one after another.
+    """
+
+    sizes: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    content: bytes
+
+    @classmethod
+    def join(cls, sizes: NDArray[np.int64], payloads: Sequence[Payload]) -> Units:
+        """Join the bytes of units. One object for all of them takes a third of the memory of one for each."""
+        lengths = np.array([len(payload) for payload in payloads], np.int64)
+        return cls(np.asarray(sizes, np.int64), lengths, b"".join(payloads))
+
+    @property
+    def payloads(self) -> list[bytes]:
+        """The bytes of each unit."""
+        ends = np.cumsum(self.lengths)
+        begins = ends - self.lengths
+        return [self.content[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
 class Where:
-    """Which rows are wanted: of which of the segments, and where in it."""
+    """Which rows are wanted: of which of the units, and where in it."""
 
     segment: NDArray[np.int64]
     row: NDArray[np.int64]
@@ -75,74 +100,58 @@ def split_evenly(lengths: NDArray[np.int64], target: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class VectorRows:
-    """Rows of numbers, four to a segment, time innermost."""
+    """Rows of numbers, four to a unit."""
 
     row_bytes: int
     kind: ClassVar[str] = "vectors"
 
     @property
-    def segment_rows(self) -> int:
-        """Four, or fewer if rows are large: a segment is decoded whole for one row of it."""
-        return max(1, min(SEGMENT_ROWS, _SEGMENT_BYTES // max(1, self.row_bytes)))
+    def unit_rows(self) -> int:
+        """Four, or fewer if rows are large: a unit is decoded whole for one row of it."""
+        return max(1, min(UNIT_ROWS, _UNIT_BYTES // max(1, self.row_bytes)))
 
-    def pack(self, rows: Rows, runs: NDArray[np.int64], threads: int) -> PackedColumn:
-        """Pack runs of rows; segments of one size together, some megabytes at a time."""
-        sizes = split_evenly(runs, self.segment_rows)
-        starts = np.cumsum(sizes) - sizes
-        payloads: list[bytes] = [b""] * len(sizes)
-        jobs = []
-        for size in np.unique(sizes):
-            chosen = np.flatnonzero(sizes == size)
-            step = max(1, _BLOCK_BYTES // max(1, int(size) * self.row_bytes))
-            jobs += [(int(size), chosen[first : first + step]) for first in range(0, len(chosen), step)]
+    def pack(self, rows: Rows, runs: NDArray[np.int64], threads: int) -> Units:
+        """Pack runs of rows, some megabytes at a time."""
+        sizes = split_evenly(runs, self.unit_rows)
+        ends = np.cumsum(sizes) * self.row_bytes
+        begins = ends - sizes * self.row_bytes
+        content = rows.reshape(-1).data
+        step = max(1, _BLOCK_BYTES // max(1, self.unit_rows * self.row_bytes))
 
-        def run(job: tuple[int, NDArray[np.int64]]) -> None:
-            size, chosen = job
-            block = rows[starts[chosen][:, None] + np.arange(size)]
-            turned = np.ascontiguousarray(block.transpose(0, 2, 1)).reshape(len(chosen), -1)
-            for number, segment in zip(chosen, turned, strict=True):
-                payloads[number] = _compress(segment, _VECTOR_LEVEL)
+        def run(first: int) -> list[Payload]:
+            part = slice(first, first + step)
+            return compress_parts(content, begins[part].tolist(), ends[part].tolist())
 
-        for _ in parallel_map(run, jobs, threads):
-            pass
-        return sizes, payloads
+        payloads: list[Payload] = []
+        for block in parallel_map(run, range(0, len(sizes), step), threads):
+            payloads += block
+        return Units.join(sizes, payloads)
 
-    def decode(self, payloads: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
-        """Unpack segments; they stay as they are stored, time innermost. A loop this tight is half of a batch's time.
+    def decode(self, payloads: Sequence[bytes], sizes: NDArray[np.int64]) -> bytes:
+        """Unpack units, one after another.
 
         Raises:
-            CodecError: If a segment is damaged.
+            CodecError: If a unit is damaged.
         """
-        lengths = [size * self.row_bytes for size in sizes]
-        unpack = decompressor().decompress
-        try:
-            segments = [
-                payload if len(payload) == length else unpack(payload, length, allow_extra_data=False)
-                for payload, length in zip(payloads, lengths, strict=True)
-            ]
-        except zstandard.ZstdError as error:
-            raise CodecError(f"a packed segment is damaged ({error})") from error
-        if list(map(len, segments)) != lengths:
-            raise CodecError("a packed segment holds other rows than it should")
-        return segments
+        return decompress_parts(payloads, sizes * self.row_bytes)
 
-    def check(self, payloads: Sequence[bytes], sizes: Sequence[int]) -> None:
-        """Raise `CodecError` if a segment that comes from elsewhere claims another size than it should have."""
-        for payload, size in zip(payloads, sizes, strict=True):
-            length = size * self.row_bytes
-            if payload and len(payload) != length and _claimed_bytes(payload) != length:
-                raise CodecError(f"a packed segment claims {_claimed_bytes(payload)} bytes, expected {length}")
+    def check(self, lengths: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        """Raise `CodecError` if a unit that comes from elsewhere has more bytes than its rows take unpacked."""
+        if (lengths > sizes * self.row_bytes).any():
+            place = int(np.argmax(lengths > sizes * self.row_bytes))
+            raise CodecError(
+                f"a packed unit of {sizes[place]} rows has {lengths[place]} bytes, expected at most "
+                f"{sizes[place] * self.row_bytes}"
+            )
 
-    def gather(self, segments: Sequence[bytes], sizes: NDArray[np.int64], where: Where, out: Rows) -> None:
-        """Copy rows out of decoded segments."""
-        place = np.empty(len(sizes), np.int64)
-        for size in np.unique(sizes).tolist() if self.row_bytes else ():
-            chosen = np.flatnonzero(sizes == size)
-            place[chosen] = np.arange(len(chosen))
-            joined = b"".join([segments[number] for number in chosen.tolist()])
-            block = np.frombuffer(joined, np.uint8).reshape(len(chosen), self.row_bytes, size)
-            mine = np.flatnonzero(sizes[where.segment] == size)
-            out[mine] = block[place[where.segment[mine]], :, where.row[mine]]
+    def gather(self, content: bytes, sizes: NDArray[np.int64], where: Where, out: Rows) -> None:
+        """Copy rows out of decoded units."""
+        if not self.row_bytes:
+            return
+        first = np.cumsum(sizes) - sizes
+        rows = np.frombuffer(content, np.uint8).reshape(-1, self.row_bytes)
+        # `locate` checked the numbers. NumPy would check them again through a copy of `out`.
+        np.take(rows, first[where.segment] + where.row, axis=0, out=out, mode="clip")
 
 
 @dataclass(frozen=True)
@@ -164,16 +173,16 @@ class ImageRows:
     stored: bool = False
     kind: ClassVar[str] = "images"
 
-    def pack(self, rows: Rows, runs: NDArray[np.int64], threads: int) -> PackedColumn:
-        """Pack runs of images: a segment each, or, if they are stacks that repeat frames, some together."""
+    def pack(self, rows: Rows, runs: NDArray[np.int64], threads: int) -> Units:
+        """Pack runs of images: a unit each, or, if they are stacks that repeat frames, some together."""
         follows = _follows(runs)
         step = find_step(rows, follows, self.shape) if self.jpeg is None else 0
         if not step:
-            return np.ones(len(rows), np.int64), self._pack_images(rows, threads)
+            return Units.join(np.ones(len(rows), np.int64), self._pack_images(rows, threads))
         sizes = split_evenly(runs, STACK_ROWS)
         count = self.shape[0] // step
         frames, new = distinct_frames(rows, _follows(sizes), count)
-        return sizes, join_stacks(self._pack_images(frames, threads), new, sizes, count)
+        return Units.join(sizes, join_stacks(self._pack_images(frames, threads), new, sizes, count))
 
     def _pack_images(self, rows: Rows, threads: int) -> list[bytes]:
         """Pack images, some megabytes at a time."""
@@ -198,7 +207,7 @@ class ImageRows:
         blocks = parallel_map(run, range(0, len(rows), step), threads)
         return [payload for block in blocks for payload in block]
 
-    def gather(self, segments: Sequence[bytes], where: Where, outs: Sequence[Rows]) -> None:
+    def gather(self, segments: Sequence[Payload], where: Where, outs: Sequence[Rows]) -> None:
         """Unpack images into the rows of several contiguous arrays, one after another.
 
         Raises:
@@ -339,17 +348,3 @@ def _untagged(tag: int, body: memoryview, size: int) -> bytes | memoryview:
     if len(body) != size:
         raise CodecError(f"a stored image holds {len(body)} bytes, expected {size}")
     return body
-
-
-def _compress(segment: NDArray[np.uint8], level: int) -> bytes:
-    frame = compress_zstd(segment, level)
-    # A copy: the output was made for the worst case and cut, which leaves holes that nothing fits into. Kept as it is,
-    # a buffer takes seven times the memory of its bytes.
-    return bytes(memoryview(frame)) if len(frame) < segment.size else segment.tobytes()
-
-
-def _claimed_bytes(payload: bytes) -> int:
-    try:
-        return int(zstandard.frame_content_size(payload))
-    except zstandard.ZstdError:
-        return -1

@@ -440,7 +440,7 @@ def _segments_of(arrays: Mapping[str, NDArray[Any]], payloads: Sequence[bytes | 
     found = []
     stop = 0
     for first, count in zip(firsts.tolist(), units.tolist(), strict=True):
-        found.append(Segment(first, sizes[stop : stop + count], list(payloads[stop : stop + count])))
+        found.append(Segment.join(first, sizes[stop : stop + count], payloads[stop : stop + count]))
         stop += count
     return found
 

@@ -103,12 +103,12 @@ def join_stacks(images: Sequence[bytes], new: NDArray[np.int64], sizes: NDArray[
     return payloads
 
 
-def frames_of_stack(segment: bytes) -> int:
+def frames_of_stack(segment: bytes | memoryview) -> int:
     """Return how many frames are in a stack of a segment; 0 if it holds no stacks."""
     return segment[1] if len(segment) > 1 and segment[0] == STACK else 0
 
 
-def split_stacks(payloads: Sequence[bytes], segment: NDArray[np.int64], row: NDArray[np.int64]) -> Pieces:
+def split_stacks(payloads: Sequence[bytes | memoryview], segment: NDArray[np.int64], row: NDArray[np.int64]) -> Pieces:
     """Find the packed frames of some stacks: those that several of them have in common are listed once.
 
     Args:
