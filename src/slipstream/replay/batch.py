@@ -30,6 +30,10 @@ from slipstream.replay.trees import Tree, split_tree
 _BARE: Key = ("_",)
 
 
+class UnequalStepsError(ReplayError, RuntimeError):
+    """The items of a list cannot be stacked; TorchRL's storages raise a `RuntimeError` then."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """What a batch has besides its tensors and objects.
@@ -235,7 +239,7 @@ def stack_steps(steps: list[Any]) -> Any:
     """Stack a list of steps, as TorchRL does with the items of a list.
 
     Raises:
-        ReplayError: If they have different structures.
+        UnequalStepsError: If they have different structures.
     """
     try:
         if not all(map(is_tensor_collection, steps)):
@@ -245,7 +249,7 @@ def stack_steps(steps: list[Any]) -> Any:
         except RuntimeError:
             return lazy_stack(steps, 0)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise ReplayError(
+        raise UnequalStepsError(
             f"Stacking the elements of the list resulted in an error: they need the same structure and shapes ({error})"
         ) from error
 

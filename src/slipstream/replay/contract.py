@@ -24,6 +24,7 @@ from slipstream.replay.ring import RingOrder
 from slipstream.replay.roles import Key, Roles, as_key
 from slipstream.replay.runs import Runs
 from slipstream.replay.saving import Saved
+from slipstream.replay.schema import Leaf
 from slipstream.replay.steps import Steps
 from slipstream.replay.storage_state import load_packed, load_state, packed_snapshot, storage_state
 from slipstream.text import format_bytes
@@ -158,15 +159,37 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
         return index if self.ndim > 1 else index[0]
 
     def _conditional_patch_leaf(self, key: Any) -> torch.Tensor:
-        """Return a tensor with the dtype, shape and device of a leaf, which is what TorchRL reads of it."""
+        """Return a tensor of all slots, decoded."""
+        nested = self._leaf_to_patch(key).key
+        return self.make_leaf(self.ring.table(), nested)
+
+    def _leaf_to_patch(self, key: Any) -> Leaf:
         if not self.initialized:
             raise RuntimeError("there is nothing to update: nothing was stored yet")
         nested = as_key(key)
         if not self.layout.is_tensordict or nested not in self.steps.schema.leaves:
             raise KeyError(f"key {key!r} does not exist in the storage")
-        leaf = self.steps.schema.leaves[nested]
-        one = torch.empty((), dtype=leaf.torch_dtype, device=self.device)
-        return one.expand(*self.ring.shape, *leaf.shape)
+        return self.steps.schema.leaves[nested]
+
+    def _validate_conditional_patch(
+        self, index: torch.Tensor, patch: Mapping[Any, torch.Tensor]
+    ) -> dict[Any, torch.Tensor]:
+        """Check dtypes and shapes as TorchRL does, without decoding what is stored."""
+        count = len(index)
+        checked = {}
+        for key, value in patch.items():
+            leaf = self._leaf_to_patch(key)
+            tensor = torch.as_tensor(value)
+            if tensor.dtype != leaf.torch_dtype:
+                raise ValueError(f"dtype mismatch for patch key {key}: {tensor.dtype}, expected {leaf.torch_dtype}")
+            try:
+                tensor = tensor.reshape(count, *leaf.shape)
+            except RuntimeError:
+                raise ValueError(
+                    f"shape mismatch for patch key {key}: {list(tensor.shape)}, expected {[count, *leaf.shape]}"
+                ) from None
+            checked[key] = tensor.to(self.device)
+        return checked
 
     @not_compiled
     def _apply_conditional_patch(self, index: torch.Tensor, patch: Mapping[Any, torch.Tensor]) -> None:

@@ -160,7 +160,8 @@ def _is_plain(value: Any) -> bool:
 def _ragged_message(cells: Cells) -> str:
     first = next(step for step in cells if step is not None)
     flat = first.flatten_keys("/")
+    names = ", ".join(sorted(flat.keys()))
     return (
-        f"{', '.join(sorted(flat.keys()))} have another shape in each step, which a saved storage cannot hold: pad them "
+        f"{names} have another shape in each step, which a saved storage cannot hold: pad them "
         "to one shape before they are stored"
     )

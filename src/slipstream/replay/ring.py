@@ -44,8 +44,10 @@ class RingOrder:
         """Note that single slots were written with new steps, which follow nothing."""
         self.table.write_scattered(slots.reshape(-1))
 
-    def note_change(self) -> None:
-        """Note that flags of old steps may have changed."""
+    def note_change(self, slots: NDArray[np.int64], *, is_whole: bool) -> None:
+        """Note that flags of old steps may have changed; whole steps fill the holes among their slots."""
+        if is_whole:
+            self.table.fill(slots.reshape(-1))
         self.table.is_stale = True
 
     def _extend(self, times: NDArray[np.int64]) -> None:

@@ -238,7 +238,7 @@ class PackedEpisodeStorage(TorchRLContract):
         def publish() -> None:
             self.objects.write(slots, batch.objects)
             if not is_new:
-                self._order.note_change()
+                self._order.note_change(slots, is_whole=self.layout.required <= set(batch.tensors))
                 return
             self.objects.clear(slots, batch.objects)
             if is_pointwise:
@@ -322,7 +322,7 @@ class PackedEpisodeStorage(TorchRLContract):
 
             def publish() -> None:
                 self.objects.write(slots, objects)
-                self._order.note_change()
+                self._order.note_change(slots, is_whole=self.layout.required <= set(tensors))
 
             self.steps.write(table, block, publish)
         self._bump_mutation_revision()
