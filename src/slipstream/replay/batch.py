@@ -256,11 +256,14 @@ def stack_steps(steps: list[Any]) -> Any:
 
 def with_time(data: Any) -> Any:
     """Return one step as a batch of one."""
-    if isinstance(data, torch.Tensor):
-        return data.unsqueeze(0)
     if is_tensor_collection(data):
         return data[None]
-    return pytree.tree_map(with_time, data)
+    return pytree.tree_map(_unsqueezed, data)
+
+
+def _unsqueezed(value: Any) -> Any:
+    # Anything but a tensor is refused by name later.
+    return value.unsqueeze(0) if isinstance(value, torch.Tensor) else value
 
 
 def _stack_tensors(*tensors: Any) -> torch.Tensor:

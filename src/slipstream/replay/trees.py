@@ -20,16 +20,20 @@ class Tree:
     """The structure of a pytree.
 
     Attributes:
-        spec: torch's description of its containers.
-        keys: The nested keys of its tensors, in the order of torch.
+        numbers: Its containers around the numbers 0, 1, ... instead of tensors.
+        keys: The nested keys of its tensors, by number.
     """
 
-    spec: Any
+    numbers: Any
     keys: tuple[Key, ...]
 
     def build(self, tensors: Mapping[Key, Any]) -> Any:
         """Return the containers around tensors."""
-        return pytree.tree_unflatten([tensors[key] for key in self.keys], self.spec)
+
+        def tensor_of(number: int) -> Any:
+            return tensors[self.keys[number]]
+
+        return pytree.tree_map(tensor_of, self.numbers)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON. A named tuple becomes a plain tuple, because no file may name a class.
@@ -37,9 +41,7 @@ class Tree:
         Raises:
             UnsupportedStateError: If it has containers that JSON cannot describe.
         """
-        numbers = list(range(len(self.keys)))
-        shape = _to_json(pytree.tree_unflatten(numbers, self.spec))
-        return {"shape": shape, "keys": [list(key) for key in self.keys]}
+        return {"shape": _to_json(self.numbers), "keys": [list(key) for key in self.keys]}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Tree:
@@ -52,7 +54,7 @@ class Tree:
         keys = tuple(tuple(map(str, key)) for key in document["keys"])
         if spec.num_leaves != len(keys):
             raise CorruptFileError(f"a tree of {spec.num_leaves} tensors has {len(keys)} keys")
-        return cls(spec, keys)
+        return cls(_numbered(spec), keys)
 
 
 def split_tree(data: Any) -> tuple[dict[Key, torch.Tensor], Tree]:
@@ -77,7 +79,11 @@ def split_tree(data: Any) -> tuple[dict[Key, torch.Tensor], Tree]:
                 "of tensors"
             )
     tensors = {key: value for key, (_, value) in zip(keys, pairs, strict=True)}
-    return tensors, Tree(spec, tuple(keys))
+    return tensors, Tree(_numbered(spec), tuple(keys))
+
+
+def _numbered(spec: Any) -> Any:
+    return pytree.tree_unflatten(range(spec.num_leaves), spec)
 
 
 def _name(part: Any) -> str:
