@@ -10,6 +10,7 @@ from torchrl.data import (
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
+    SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
@@ -233,3 +234,32 @@ def test_changing_a_step_twice_in_one_batch_again_and_again_loses_nothing():
         back = storage.get(slice(None))
         assert torch.equal(back["a"], expected)
         assert torch.equal(back["b"], expected)
+
+
+CHANGES = {
+    "a view": lambda buffer, done: buffer.storage[:].set_(("next", "done"), done),
+    "the buffer": lambda buffer, done: buffer.set_(("next", "done"), done),
+    "the storage": lambda buffer, done: buffer.storage.write(("next", "done"), done),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_samplers_that_remember_the_ends_of_episodes_notice_changes(name):
+    sampler = SliceSampler(slice_len=5, cache_values=True, end_key=("next", "done"))
+    buffer = ReplayBuffer(storage=PackedEpisodeStorage(40), sampler=sampler, batch_size=200)
+    data = rollout(1, 40)[0]
+    data["next", "done"] = torch.zeros(40, 1, dtype=torch.bool)
+    buffer.extend(data)
+    buffer.sample()
+    done = torch.zeros(40, 1, dtype=torch.bool)
+    done[19] = True
+    CHANGES[name](buffer, done)
+    times = buffer.sample()["time"].reshape(40, 5)
+    assert not bool(((times[:, 0] <= 19) & (times[:, -1] > 19)).any())
+
+
+def test_a_device_that_holds_no_numbers_is_replaced():
+    storage = PackedEpisodeStorage(10, device="meta")
+    with pytest.warns(UserWarning, match="cannot be honored"):
+        storage.set(range(4), torch.arange(4))
+    assert storage.get(slice(None)).tolist() == [0, 1, 2, 3]

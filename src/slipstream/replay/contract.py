@@ -67,7 +67,7 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
         """Become a storage that was loaded; `steps` must not be used any more."""
         # A folder names no classes, but this storage may know them.
         layout = layout.merged(self.layout) if layout.required == self.layout.required else layout
-        self._empty()
+        self._forget()
         self.steps.become(steps)
         self.layout = layout
         self.objects = objects
@@ -75,6 +75,7 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
         self.max_size = shape.num_slots
         self.initialized = True
         self._len = length
+        self.note_mutation()
 
     # Order
 
@@ -141,7 +142,14 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
     def _empty(self) -> None:
         with self.steps.writing, self.steps.lock:
             self._forget()
-        self._bump_mutation_revision()
+        self.note_mutation()
+
+    def note_mutation(self) -> None:
+        """Count a change of the content, so that samplers drop what they derived from it."""
+        super()._bump_mutation_revision()
+
+    def _bump_mutation_revision(self) -> None:
+        """Do nothing: TorchRL calls this after a change through a view, which was counted when it was made."""
 
     @not_compiled
     def _rand_given_ndim(self, batch_size: int) -> Any:
@@ -257,7 +265,6 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
             StateMismatchError: If it is of another size or number of axes, or not a state of a storage.
         """
         load_state(self, state_dict)
-        self._bump_mutation_revision()
 
     def check_process(self) -> None:
         """Raise in a process that got a copy from `multiprocessing`: what it writes would be lost without a word."""

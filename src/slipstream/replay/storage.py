@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -161,7 +162,7 @@ class PackedEpisodeStorage(TorchRLContract):
                 raise ReplayError(f"{list(slots.shape)} slots for {list(batch.shape)} steps")
             self._begin(batch, ring)
             self._write(batch, slots, cursor, is_new=set_cursor, is_pointwise=is_pointwise)
-        self._bump_mutation_revision()
+        self.note_mutation()
 
     def _set_block(self, cursor: Any, data: Any) -> None:
         """Change the steps that an index of several axes means, with slices among its parts."""
@@ -211,6 +212,9 @@ class PackedEpisodeStorage(TorchRLContract):
             raise
         if self._follows_device and batch.tensors:
             self.device = next(iter(batch.tensors.values())).device
+        if self.device.type == "meta":
+            warnings.warn("device 'meta' holds no numbers and cannot be honored; it is reset to 'cpu'", stacklevel=2)
+            self.device = torch.device("cpu")
         self.layout = batch.layout
         self.objects = Objects(ring.num_slots)
         self._order = RingOrder(ring, self.steps, self.roles)
@@ -325,7 +329,7 @@ class PackedEpisodeStorage(TorchRLContract):
                 self._order.note_change(slots, is_whole=self.layout.required <= set(tensors))
 
             self.steps.write(table, block, publish)
-        self._bump_mutation_revision()
+        self.note_mutation()
 
     # Reading
 
