@@ -1,4 +1,4 @@
-"""A batch of steps taken apart: tensors by key, Python objects by key, and what else it takes to build it again.
+"""Split a batch of steps into tensors by key, Python objects by key, and a layout; and build it again.
 
 A batch is a TensorDict, a tensorclass, a tensor, or a pytree of tensors. Its tensors are packed. Non-tensor data, and
 tensors that have another shape in each step, become one Python object per step.
@@ -160,7 +160,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch that was taken apart.
+    """The parts of a batch.
 
     Attributes:
         shape: The axes that count as steps.

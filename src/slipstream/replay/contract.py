@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils import _pytree as pytree
 from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers.storages import Storage
 
@@ -32,7 +33,7 @@ from slipstream.text import format_bytes
 
 def not_compiled(method: Any) -> Any:
     """Keep ``torch.compile`` from tracing a method: a compiled function calls it as it is."""
-    return torch.compiler.disable(method)
+    return torch.compiler.disable(method)  # type: ignore[no-untyped-call]
 
 
 class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
@@ -47,6 +48,7 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
     layout: Layout
     objects: Objects
     saved: dict[str, Saved]
+    _last_cursor: Any
     _order: RingOrder
     _owner: int | None
 
@@ -168,8 +170,8 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
 
     def _conditional_patch_leaf(self, key: Any) -> torch.Tensor:
         """Return a tensor of all slots, decoded."""
-        nested = self._leaf_to_patch(key).key
-        return self.make_leaf(self.ring.table(), nested)
+        leaf: torch.Tensor = self.make_leaf(self.ring.table(), self._leaf_to_patch(key).key)
+        return leaf
 
     def _leaf_to_patch(self, key: Any) -> Leaf:
         if not self.initialized:
@@ -213,7 +215,7 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
         content = self.get(slice(None))
         if self.layout.tree is None:
             return TensorStorage(content.flatten(0, self.ndim - 1))
-        return TensorStorage(torch.utils._pytree.tree_map(merge, content))
+        return TensorStorage(pytree.tree_map(merge, content))
 
     def contains(self, item: Any) -> Any:
         """Return whether a slot along time holds steps."""
@@ -285,7 +287,7 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
         state["packing"] = self.steps.settings()
         state["saved"] = {}
         if get_spawning_popen() is None:
-            # An ordinary copy, which belongs to whoever loads it.
+            # An ordinary copy, which belongs to the process that loads it.
             state["_owner"] = None
         return state
 

@@ -28,11 +28,12 @@ class Objects:
 
     Args:
         num_slots: The number of rows.
+        columns: An object per slot for each key, if there are any yet.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, columns: Mapping[Key, Cells] | None = None) -> None:
         self._num_slots = num_slots
-        self._columns: dict[Key, Cells] = {}
+        self._columns: dict[Key, Cells] = dict(columns or {})
 
     @property
     def keys(self) -> list[Key]:
@@ -63,10 +64,8 @@ class Objects:
         return {key: cells[flat].reshape(slots.shape) for key, cells in self._columns.items()}
 
     def copy(self) -> Objects:
-        """Return a table of its own with the same objects."""
-        twin = Objects(self._num_slots)
-        twin._columns = {key: cells.copy() for key, cells in self._columns.items()}
-        return twin
+        """Return another table with the same objects."""
+        return Objects(self._num_slots, {key: cells.copy() for key, cells in self._columns.items()})
 
     def to_json(self) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
         """Return the table as JSON, equal objects once, and arrays that say which slot holds which.
@@ -106,15 +105,15 @@ class Objects:
         Raises:
             CorruptFileError: If it is not something that `to_json` writes.
         """
-        table = cls(num_slots)
+        table: dict[Key, Cells] = {}
         for number, column in enumerate(columns):
             values = [*column["values"], None]
             index = np.asarray(arrays[f"objects/{number}"], np.int64)
             is_sound = index.shape == (num_slots,) and int(index.min(initial=0)) >= _NOTHING
             if not is_sound or int(index.max(initial=0)) >= len(values):
                 raise CorruptFileError(f"invalid objects of {'/'.join(column['key'])!r} in a replay storage")
-            table._columns[tuple(map(str, column["key"]))] = cells_of(values, (len(values),))[index]
-        return table
+            table[tuple(map(str, column["key"]))] = cells_of(values, (len(values),))[index]
+        return cls(num_slots, table)
 
 
 def cells_of(nested: Any, shape: tuple[int, ...]) -> Cells:

@@ -96,7 +96,7 @@ def _load_torchrl(storage: TorchRLContract, state: Mapping[str, Any]) -> None:
     """Pack the content of a ``TensorStorage``, ``LazyTensorStorage``, ``LazyMemmapStorage`` or ``ListStorage``."""
     stored = state["_storage"]
     if isinstance(stored, list):
-        content = None
+        content: Any = None
         if stored:
             content = stack_steps([_content_of(item, 0) for item in stored])
         num_steps = len(stored)

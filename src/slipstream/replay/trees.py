@@ -67,7 +67,7 @@ def split_tree(data: Any) -> tuple[dict[Key, torch.Tensor], Tree]:
     pairs, spec = pytree.tree_flatten_with_path(data)
     if not pairs:
         raise ReplayError(f"a batch is an empty {type(data).__qualname__}, expected tensors")
-    keys = [tuple(_name(part) for part in path) for path, _ in pairs]
+    keys = [_key_of(path) for path, _ in pairs]
     if len(set(keys)) < len(keys):
         # Two keys of a dict, such as 3 and "3", have the same name.
         keys = [(str(number),) for number in range(len(pairs))]
@@ -84,6 +84,10 @@ def split_tree(data: Any) -> tuple[dict[Key, torch.Tensor], Tree]:
 
 def _numbered(spec: Any) -> Any:
     return pytree.tree_unflatten(range(spec.num_leaves), spec)
+
+
+def _key_of(path: Any) -> Key:
+    return tuple(map(_name, path))
 
 
 def _name(part: Any) -> str:

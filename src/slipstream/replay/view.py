@@ -180,7 +180,7 @@ class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
         """Decode a leaf again when it is asked for the next time."""
         path = (*self._above, key)
 
-        def make() -> torch.Tensor:
+        def make() -> Any:
             return link.source.make_leaf(link.slots, path)
 
         dict.__setitem__(self._tensordict, key, _Late(make))
