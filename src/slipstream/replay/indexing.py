@@ -147,3 +147,25 @@ def _plain(index: Any) -> Any:
     if isinstance(index, torch.Tensor):
         return index.cpu().numpy()
     return index
+
+
+def is_single(index: Any) -> bool:
+    """Return whether an index is one number."""
+    return isinstance(index, (int, np.integer)) or (isinstance(index, (torch.Tensor, np.ndarray)) and index.ndim == 0)
+
+
+def is_sliced(index: Any) -> bool:
+    """Return whether an index is made of slices only."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, slice) for part in parts)
+
+
+def is_block(cursor: Any) -> bool:
+    """Return whether a cursor is an index of several axes with slices in it, not places of single steps."""
+    return isinstance(cursor, tuple) and any(isinstance(part, slice) or part is Ellipsis for part in cursor)
+
+
+def is_view(index: Any) -> bool:
+    """Return whether indexing a tensor with this returns a view of it, not a copy."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, (int, np.integer, slice)) or part is Ellipsis for part in parts)

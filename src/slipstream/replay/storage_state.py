@@ -3,31 +3,51 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDict
 
 from slipstream.errors import CorruptFileError, SlipstreamError, StateMismatchError
-from slipstream.replay.batch import Layout
+from slipstream.replay.batch import Layout, stack_steps
 from slipstream.replay.indexing import RingShape
+from slipstream.replay.objects import Objects
 from slipstream.replay.runs import UNUSED, Runs
 from slipstream.replay.saving import MALFORMED, Saved, from_state, load, reading, save, to_state
 from slipstream.replay.steps import Snapshot
 
 if TYPE_CHECKING:
-    from slipstream.replay.storage import PackedEpisodeStorage
+    from slipstream.replay.contract import TorchRLContract
 
 logger = logging.getLogger(__name__)
 
 KIND = "replay storage"
 
 
-def storage_snapshot(storage: PackedEpisodeStorage) -> Snapshot:
-    """Return everything that a storage holds."""
+def storage_snapshot(storage: TorchRLContract) -> Snapshot:
+    """Return everything that a storage holds, as arrays and JSON.
+
+    Raises:
+        UnsupportedStateError: If there are batches or objects that JSON cannot describe.
+    """
+    with storage.steps.writing, storage.steps.lock:
+        snapshot = packed_snapshot(storage)
+        plain = snapshot.plain["storage"]
+        plain["layout"] = storage.layout.to_json()
+        columns, arrays = storage.objects.to_json()
+        if columns:
+            plain["objects"] = columns
+        return replace(snapshot, arrays={**snapshot.arrays, **arrays})
+
+
+def packed_snapshot(storage: TorchRLContract) -> Snapshot:
+    """Return what a storage holds, except for Python objects and the layout of batches."""
     with storage.steps.writing, storage.steps.lock:
         steps = storage.steps.snapshot()
         plain = dict(steps.plain)
@@ -39,7 +59,6 @@ def storage_snapshot(storage: PackedEpisodeStorage) -> Snapshot:
             "streams": list(storage.ring.streams),
             "last_cursor": storage._last_cursor_index,
             "newest": storage.newest,
-            "layout": storage.layout.to_json(),
         }
         arrays = dict(steps.arrays)
         if storage.initialized:
@@ -48,19 +67,24 @@ def storage_snapshot(storage: PackedEpisodeStorage) -> Snapshot:
         return Snapshot(plain, arrays, steps.segments)
 
 
-def storage_state(storage: PackedEpisodeStorage) -> dict[str, Any]:
+def storage_state(storage: TorchRLContract) -> dict[str, Any]:
     """Return a storage as tensors and plain values."""
     return to_state(storage_snapshot(storage))
 
 
-def load_state(storage: PackedEpisodeStorage, state: Mapping[str, Any]) -> None:
+def load_state(storage: TorchRLContract, state: Mapping[str, Any]) -> None:
     """Turn a storage into what `storage_state` was taken of, or pack a state of one of TorchRL's storages.
 
     Raises:
         StateMismatchError: If the state is neither, or of another size.
     """
-    if "_storage" in state and "_len" in state:
-        _load_torchrl(storage, state)
+    if "_storage" in state:
+        try:
+            _load_torchrl(storage, state)
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            if isinstance(error, SlipstreamError):
+                raise
+            raise StateMismatchError(f"the state is not that of a storage of tensors ({error})") from error
         return
     try:
         load_snapshot(storage, from_state(state))
@@ -68,28 +92,43 @@ def load_state(storage: PackedEpisodeStorage, state: Mapping[str, Any]) -> None:
         raise StateMismatchError(f"the state is not that of a packed storage ({error})") from error
 
 
-def _load_torchrl(storage: PackedEpisodeStorage, state: Mapping[str, Any]) -> None:
-    """Pack the content of a ``TensorStorage``, ``LazyTensorStorage`` or ``LazyMemmapStorage``."""
-    from tensordict import TensorDict  # noqa: PLC0415 - only this needs it
-
-    content = state["_storage"]
-    if not isinstance(content, torch.Tensor):
-        # A state joins nested keys with dots.
-        content = TensorDict({}).load_state_dict(dict(content), strict=False).unflatten_keys(".")
-        content.auto_batch_size_(batch_dims=storage.ndim)
-    num_steps = int(state["_len"])
+def _load_torchrl(storage: TorchRLContract, state: Mapping[str, Any]) -> None:
+    """Pack the content of a ``TensorStorage``, ``LazyTensorStorage``, ``LazyMemmapStorage`` or ``ListStorage``."""
+    stored = state["_storage"]
+    if isinstance(stored, list):
+        content: Any = None
+        if stored:
+            content = stack_steps([_content_of(item, 0) for item in stored])
+        num_steps = len(stored)
+    else:
+        content = _content_of(stored, storage.ndim)
+        num_steps = int(state["_len"])
     with storage.steps.writing, storage.steps.lock:
-        storage._empty()
         if not num_steps:
+            storage._empty()
             return
         streams = tuple(content.shape[1 : storage.ndim])
-        num_times = -(-num_steps // max(1, int(np.prod(streams, dtype=np.int64))))
+        num_times = -(-num_steps // max(1, math.prod(streams)))
+        if isinstance(stored, list):
+            num_times = num_steps
         if num_times > RingShape.of(storage.capacity, streams).num_times:
             raise StateMismatchError(f"the state has {num_steps} steps, the storage has room for {storage.capacity}")
+        storage._empty()
         storage.set(range(num_times), content[:num_times])
 
 
-def save_storage(storage: PackedEpisodeStorage, path: Path) -> None:
+def _content_of(state: Any, batch_dims: int) -> Any:
+    """Return the tensor or TensorDict that TorchRL made a state of."""
+    if isinstance(state, torch.Tensor):
+        return state
+    # A state joins nested keys with dots, and does not tell the batch size.
+    content = TensorDict({}).load_state_dict(dict(state), strict=False).unflatten_keys(".")
+    if batch_dims:
+        content.auto_batch_size_(batch_dims=batch_dims)
+    return content
+
+
+def save_storage(storage: TorchRLContract, path: Path) -> None:
     """Write what is new into a folder, then the head; others may read and write the storage meanwhile."""
     key = str(path.absolute())
     with storage.steps.saving:
@@ -100,7 +139,7 @@ def save_storage(storage: PackedEpisodeStorage, path: Path) -> None:
         folders[key] = save(path, KIND, snapshot, saved)
 
 
-def load_storage(storage: PackedEpisodeStorage, path: Path) -> list[int]:
+def load_storage(storage: TorchRLContract, path: Path) -> list[int]:
     """Read a folder; returns the slots along time some of whose steps are lost.
 
     Raises:
@@ -116,15 +155,29 @@ def load_storage(storage: PackedEpisodeStorage, path: Path) -> list[int]:
     return times
 
 
-def load_snapshot(storage: PackedEpisodeStorage, snapshot: Snapshot) -> NDArray[np.int64]:
+def load_snapshot(storage: TorchRLContract, snapshot: Snapshot) -> NDArray[np.int64]:
     """Build everything, then take it over at once; returns the slots whose steps are lost."""
     try:
         plain = snapshot.plain["storage"]
-        ring = _check_size(storage, plain)
         if not plain["initialized"]:
+            _check_size(storage, plain)
             storage._empty()
             return np.empty(0, np.int64)
         layout = Layout.from_json(plain["layout"])
+        columns = plain.get("objects", [])
+        objects = Objects.from_json(int(snapshot.plain["num_slots"]), columns, snapshot.arrays)
+    except MALFORMED as error:
+        if isinstance(error, SlipstreamError):
+            raise
+        raise StateMismatchError(f"the state is not that of a packed storage ({error})") from error
+    return load_packed(storage, snapshot, layout, objects)
+
+
+def load_packed(storage: TorchRLContract, snapshot: Snapshot, layout: Layout, objects: Objects) -> NDArray[np.int64]:
+    """Do the same with a snapshot of `packed_snapshot`."""
+    try:
+        plain = snapshot.plain["storage"]
+        ring = _check_size(storage, plain)
         length = int(plain["len"])
         newest = int(plain["newest"])
         cursor = plain["last_cursor"]
@@ -145,20 +198,12 @@ def load_snapshot(storage: PackedEpisodeStorage, snapshot: Snapshot) -> NDArray[
     if len(lost):
         _lose(runs, lost)
     with storage.steps.writing, storage.steps.lock:
-        storage._empty()
-        storage.steps.become(steps)
-        storage.layout = layout
-        storage.ring = ring
-        storage.restore_runs(runs)
-        storage.max_size = ring.num_slots
-        storage.initialized = True
-        storage._len = length
-        storage.newest = newest
+        storage.take_over(steps, layout, objects, ring, runs, newest, length)
         storage._set_last_cursor(cursor)
     return lost
 
 
-def _check_size(storage: PackedEpisodeStorage, plain: Mapping[str, Any]) -> RingShape:
+def _check_size(storage: TorchRLContract, plain: Mapping[str, Any]) -> RingShape:
     ring = RingShape.of(storage.capacity, tuple(map(int, plain["streams"])))
     size = storage.capacity
     if plain["initialized"]:

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 
 from slipstream.errors import ReplayError
 from slipstream.replay.batch import Layout
-from slipstream.replay.indexing import plain_index
+from slipstream.replay.indexing import is_view, plain_index
 from slipstream.replay.roles import Key
 
 Slots = NDArray[np.int64]
@@ -32,8 +32,8 @@ class Source(Protocol):
     def write_leaves(self, slots: Slots, values: Mapping[Key, Any]) -> None:
         """Change some leaves of the steps in slots."""
 
-    def make_leaf(self, slots: Slots, key: Key) -> torch.Tensor:
-        """Decode one leaf of the steps in slots."""
+    def make_leaf(self, slots: Slots, key: Key) -> Any:
+        """Decode one tensor of the steps in slots, or return their non-tensor data."""
 
     def view(self, slots: Slots, *, is_linked: bool) -> Any:
         """Return a view of the steps in slots."""
@@ -78,20 +78,27 @@ class _LateDict(dict[str, Any]):
 
 
 class _Late:
-    """A function that will make a tensor."""
+    """A function that will make a tensor or non-tensor data."""
 
     __slots__ = ("make",)
 
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
 
 
 class Link:
-    """Where a view comes from, and what it has written but not passed on yet."""
+    """Where a view comes from, and what it has written but not passed on yet.
 
-    def __init__(self, source: Source, slots: Slots) -> None:
+    Args:
+        source: The storage.
+        slots: The slots of the steps.
+        is_whole: Whether these are all steps of the storage.
+    """
+
+    def __init__(self, source: Source, slots: Slots, *, is_whole: bool) -> None:
         self.source = source
         self.slots = slots
+        self.is_whole = is_whole
         self._pending: list[tuple[Slots, Key, Any]] | None = None
 
     def write(self, key: Key, slots: Slots, value: Any) -> None:
@@ -126,8 +133,9 @@ class Link:
 class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
     """Steps of a packed storage, decoded when they are asked for, each tensor once.
 
-    An ordinary TensorDict otherwise. If it was made with a number or a slice, operations in place and assignments write
-    to the storage, as they do with a ``LazyTensorStorage``. ``set`` replaces a tensor here and not in the storage.
+    An ordinary TensorDict otherwise. If it was made with a number or a slice, operations in place and assignments of
+    steps write to the storage, as they do with a ``LazyTensorStorage``. ``set`` replaces a tensor here and not in the
+    storage, and so does ``view[key] = tensor`` unless the view is of all steps: transforms use both.
     """
 
     _link: Link | None = None
@@ -140,7 +148,7 @@ class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
         if not validated:
             value = self._validate_value(value, check_shape=True, non_blocking=False)
         inner = dict.__getitem__(self._tensordict, key)
-        if is_tensor_collection(inner):
+        if _is_node(inner):
             inner.update_(value)
             return self
         link.write((*self._above, key), link.slots, value)
@@ -152,7 +160,7 @@ class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
         if link is None or key not in self._tensordict:
             return super()._set_at_str(key, value, idx, validated=validated, non_blocking=non_blocking)
         inner = dict.__getitem__(self._tensordict, key)
-        if is_tensor_collection(inner):
+        if _is_node(inner):
             with link.together():
                 inner[idx] = value
             return self
@@ -172,7 +180,7 @@ class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
         """Decode a leaf again when it is asked for the next time."""
         path = (*self._above, key)
 
-        def make() -> torch.Tensor:
+        def make() -> Any:
             return link.source.make_leaf(link.slots, path)
 
         dict.__setitem__(self._tensordict, key, _Late(make))
@@ -187,9 +195,11 @@ class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
         if key is None:
             with link.together():
                 self._set_steps(index, value)
+        elif not link.is_whole:
+            super().__setitem__(index, value)
         elif key in self.keys(include_nested=True):
             self._set_tuple(key, value, inplace=True, validated=False, non_blocking=False)
-        elif is_tensor_collection(value) or isinstance(value, dict):
+        elif _is_node(value) or isinstance(value, dict):
             raise ReplayError(f"{'/'.join(key)!r} is not in the storage; add its tensors one by one")
         else:
             super().__setitem__(index, value)
@@ -213,7 +223,7 @@ class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
         slots = _slots_at(link.slots, index)
         if slots is None:
             return super().__getitem__(index)
-        return link.source.view(slots, is_linked=_is_basic(index))
+        return link.source.view(slots, is_linked=is_view(index))
 
     def update_(self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None, **options: Any) -> Any:
         """Change several tensors, here and in the storage."""
@@ -264,11 +274,10 @@ class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
 def make_view(
     source: Source,
     slots: Slots,
-    makers: Mapping[Key, Callable[[], torch.Tensor]],
+    makers: Mapping[Key, Callable[[], Any]],
     layout: Layout,
-    *,
-    is_linked: bool,
-) -> PackedRows:
+    link: Link | None,
+) -> Any:
     """Build nested steps whose leaves are made by functions.
 
     Args:
@@ -276,18 +285,20 @@ def make_view(
         slots: The slots of the steps.
         makers: Functions by key.
         layout: The structure of a batch.
-        is_linked: Whether changes reach the storage.
+        link: How changes reach the storage, or None if they do not.
     """
     batch = torch.Size(slots.shape)
-    link = Link(source, slots) if is_linked else None
     root = _node((), batch + torch.Size(layout.extra), source.device, link)
     nodes: dict[Key, Any] = {(): root}
     for key, size in sorted(layout.nodes(batch).items(), key=_depth):
         nodes[key] = _node(key, size, source.device, link)
-        dict.__setitem__(nodes[key[:-1]]._tensordict, key[-1], nodes[key])
+        member = nodes[key]
+        if key in layout.kinds:
+            member = layout.kinds[key].from_tensordict(member)
+        dict.__setitem__(nodes[key[:-1]]._tensordict, key[-1], member)
     for key, make in makers.items():
         dict.__setitem__(nodes[key[:-1]]._tensordict, key[-1], _Late(make))
-    return root
+    return layout.wrap(root)
 
 
 def _depth(item: tuple[Key, Any]) -> int:
@@ -302,6 +313,11 @@ def _node(key: Key, batch_size: torch.Size, device: Any, link: Link | None) -> P
     return node
 
 
+def _is_node(value: Any) -> bool:
+    """Return whether a value is a nested TensorDict; to tensordict, non-tensor data is one, too."""
+    return is_tensor_collection(value) and not is_non_tensor(value)
+
+
 def _as_key(index: Any) -> Key | None:
     """Return an index as a nested key, or None if it is an index of steps."""
     if isinstance(index, str):
@@ -309,11 +325,6 @@ def _as_key(index: Any) -> Key | None:
     if isinstance(index, tuple) and index and all(isinstance(part, str) for part in index):
         return index
     return None
-
-
-def _is_basic(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(isinstance(part, (int, np.integer, slice)) or part is Ellipsis for part in parts)
 
 
 def _slots_at(slots: Slots, index: Any) -> Slots | None:
