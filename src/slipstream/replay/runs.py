@@ -88,6 +88,11 @@ class Runs:
         self.of[time, stream] = np.maximum(self.of[time, stream], 0)
         self.is_stale = True
 
+    def fill(self, slots: NDArray[np.int64]) -> None:
+        """Note that whole steps were put into some slots as changes: holes among them have a step now."""
+        flat = self.of.reshape(-1)
+        self.write_scattered(slots[flat[slots] == UNUSED])
+
     def lose(self, slots: NDArray[np.int64]) -> None:
         """Note that the steps of some slots are lost."""
         self.write_scattered(slots)

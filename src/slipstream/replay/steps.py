@@ -231,8 +231,7 @@ class Steps:
             publish: Called under the lock, together with the change.
         """
         with self.writing:
-            if len(slots) >= ENOUGH_STEPS:
-                self.find_repeats(block)
+            self._leave_opening(slots, block)
             values = [(column, self._completed(column, slots, block)) for column in self._touched(block)]
             packed: list[tuple[Column, Slots, PackedSteps]] = []
             for column, steps in values:
@@ -249,6 +248,17 @@ class Steps:
                 self._write_raw(slots, block)
                 publish()
             self._tidy()
+
+    def _leave_opening(self, slots: Slots, block: Block) -> None:
+        """Find out which leaves repeat if steps of a block do not go into the open segment, which is packed then."""
+        opening = self._opening
+        if opening is None:
+            return
+        if len(slots) >= ENOUGH_STEPS and opening.keys <= set(block):
+            self.find_repeats(block)
+        elif len(slots) >= ENOUGH_STEPS or opening.open_width not in (0, slots.shape[1]):
+            # Changes of some leaves, or steps of another number of streams: the open steps tell.
+            self.find_repeats()
 
     def _tidy(self) -> None:
         """Pack open segments that are full, and sparse segments again."""

@@ -237,6 +237,8 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
 
         def publish() -> None:
             if not is_new:
+                if self.layout.required <= set(tensors):
+                    self._runs.fill(slots.reshape(-1))
                 self._runs.is_stale = True
                 return
             if is_pointwise:
