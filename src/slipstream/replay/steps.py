@@ -417,6 +417,11 @@ class Steps:
         return sum(column.log.held_bytes for column in self._columns)
 
     @property
+    def num_columns(self) -> int:
+        """How many columns there are."""
+        return len(self._columns)
+
+    @property
     def open_bytes(self) -> int:
         """The memory of open segments."""
         columns = [*self._columns]

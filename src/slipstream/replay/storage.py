@@ -29,6 +29,7 @@ from slipstream.errors import OutOfRangeError, ReplayError, UnsupportedStateErro
 from slipstream.replay.batch import Layout, split
 from slipstream.replay.checkpointer import PackedCheckpointer
 from slipstream.replay.indexing import RingShape
+from slipstream.replay.moments import WriterState, state_of_writer
 from slipstream.replay.roles import Key, Roles, as_key
 from slipstream.replay.runs import UNUSED, Runs
 from slipstream.replay.saving import Saved
@@ -241,6 +242,7 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
                     self._runs.fill(slots.reshape(-1))
                 self._runs.is_stale = True
                 return
+            is_first = self.newest < 0
             if is_pointwise:
                 self._runs.write_scattered(slots.reshape(-1))
             else:
@@ -249,7 +251,12 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
                     self._number(times)
                 self.newest = int(times[-1])
             self._set_last_cursor(cursor)
-            self._len = min(self._len + total, self.max_size)
+            before = self._len
+            self._len = min(before + total, self.max_size)
+            is_longer = self._len > before
+            # Other writes continue where the last one ended, or find all slots in use, so they leave none out.
+            if is_first or self._runs.has_holes or (self._runs.is_stale and is_longer):
+                self._runs.find_holes(self._num_times)
 
         self.steps.write(slots, block, publish)
 
@@ -375,6 +382,11 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         self.roles.require(self.steps.raw_keys)
 
     @property
+    def writer_state(self) -> WriterState | None:
+        """The state of the writer that fills it, if it is known."""
+        return state_of_writer(self._attached_entities)
+
+    @property
     def oldest(self) -> int:
         """The slot along time that will be overwritten next."""
         return (self.newest + 1) % self.ring.num_times if self.initialized and self._is_full else 0
@@ -482,6 +494,8 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
         if not self._runs.has_holes:
             return super()._rand_given_ndim(batch_size)
         sound = torch.from_numpy(np.flatnonzero(self._runs.of[: self._num_times].reshape(-1) != UNUSED))
+        if not len(sound):
+            raise ReplayError(f"there is nothing to sample: none of the first {self._num_times} slots has a step")
         drawn = sound[torch.randint(0, len(sound), (batch_size,), generator=self._rng)]
         places = np.unravel_index(drawn.numpy(), self.ring.shape)
         index = tuple(torch.from_numpy(np.ascontiguousarray(part)).to(self.device) for part in places)
