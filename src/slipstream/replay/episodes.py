@@ -535,7 +535,7 @@ class EpisodeStore:
     def _settle(self, arrays: Arrays, frames: frozenset[str]) -> None:
         """Declare the arrays of an episode."""
         leaves = [leaf_of_array((name,), array, STEP) for name, array in arrays.items()]
-        self._steps.settle(with_nexts(leaves, frames))
+        self._steps.settle(with_nexts(leaves, frames), {(name,): array[None] for name, array in arrays.items()})
 
     def _check_frames(self, frames: int) -> None:
         if self.max_frames is not None and frames > self.max_frames:

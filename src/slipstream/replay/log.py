@@ -26,11 +26,8 @@ from slipstream.threads import default_threads, parallel_map
 
 RowNumbers = NDArray[np.int64]
 
-UNIT_OVERHEAD_BYTES = 80
-"""What a unit takes besides its bytes: the object's header and rounding, and its entries in tables that may be twice
-as long as they need to be."""
-SEGMENT_OVERHEAD_BYTES = 64
-"""What a segment takes besides its units: its entry in a table."""
+UNIT_OVERHEAD_BYTES = 64
+"""What a unit takes besides its bytes: the object's header and rounding, and its entries in two tables."""
 
 _PARALLEL_BYTES = 8 << 20
 _BLOCK_UNITS = 128
@@ -149,13 +146,11 @@ class RowLog:
         # One entry per segment, in order: its first row, its rows, its first unit, and how many slots show its rows.
         self._segments = np.zeros((_LEAST, 4), np.int64)
         self._num_segments = 0
-        self._num_live = 0
 
     @property
     def held_bytes(self) -> int:
         """The memory that it takes, tables and objects included."""
-        num_units = len(self._payloads) - self._num_dropped
-        return self.packed_bytes + UNIT_OVERHEAD_BYTES * num_units + SEGMENT_OVERHEAD_BYTES * self._num_live
+        return self.packed_bytes + UNIT_OVERHEAD_BYTES * (len(self._payloads) - self._num_dropped)
 
     def pack(self, rows: Rows, runs: NDArray[np.int64]) -> PackedColumn:
         """Pack rows without adding them; needs no lock.
@@ -185,7 +180,6 @@ class RowLog:
         self._segments = _with_room(self._segments, self._num_segments + 1)
         self._segments[self._num_segments] = (segment.first, segment.num_rows, unit, num_shown)
         self._num_segments += 1
-        self._num_live += 1
         self.packed_bytes += segment.nbytes
         self.num_rows += segment.num_rows
         self.end = segment.first + segment.num_rows
@@ -221,7 +215,6 @@ class RowLog:
             self._payloads[unit] = None
         self.num_rows -= int(self._segments[segment, 1])
         self._num_dropped += units.stop - units.start
-        self._num_live -= 1
         self._segments[segment, 1] = 0
         self._segments[segment, 3] = -1
 
@@ -240,7 +233,6 @@ class RowLog:
         """Drop all rows; numbers go on."""
         self._payloads = []
         self._num_segments = 0
-        self._num_live = 0
         self._num_dropped = 0
         self.packed_bytes = 0
         self.num_rows = 0

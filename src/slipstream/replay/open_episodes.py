@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from slipstream.errors import ReplayError
 from slipstream.replay.arrays import Arrays, next_name, step_block
 from slipstream.replay.columns import PackedSteps, Slots
-from slipstream.replay.log import SEGMENT_OVERHEAD_BYTES, UNIT_OVERHEAD_BYTES
+from slipstream.replay.log import UNIT_OVERHEAD_BYTES
 from slipstream.replay.prefix_sum import PrefixSum
 from slipstream.replay.schema import Leaf
 from slipstream.replay.steps import FoundSteps, Steps
@@ -126,8 +126,7 @@ def held_bytes(packed: Sequence[PackedSteps]) -> int:
     """Return the memory of packed steps in all columns, objects and tables included."""
     total = 0
     for steps in packed:
-        tables = SEGMENT_OVERHEAD_BYTES + UNIT_OVERHEAD_BYTES * len(steps.units[1]) + STEP_BYTES * steps.position.size
-        total += steps.nbytes + tables
+        total += steps.nbytes + UNIT_OVERHEAD_BYTES * len(steps.units[1]) + STEP_BYTES * steps.position.size
     return total
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from slipstream.errors import CorruptFileError, SlipstreamError, StateMismatchEr
 from slipstream.replay.columns import ENOUGH_STEPS, NONE, OPEN, Column, FoundRows, PackedSteps, Slots
 from slipstream.replay.log import RowLog, Segment, UnitCache
 from slipstream.replay.roles import Key
-from slipstream.replay.schema import RAW, Block, Leaf, Packing, Schema, find_twins
+from slipstream.replay.schema import RAW, Block, Leaf, Packing, Schema, find_scaled, find_twins
 
 _LEAST_SLOTS = 64
 _BLOCK_STEPS = 64
@@ -143,13 +143,13 @@ class Steps:
             if packed:
                 self._opening = Column(packed, None, self.num_slots)
 
-    def settle(self, leaves: Sequence[Leaf]) -> None:
-        """Add leaves whose kinds are known."""
+    def settle(self, leaves: Sequence[Leaf], block: Block) -> None:
+        """Add leaves whose kinds are known; a block of steps tells which of them are images of numbers."""
         with self.writing, self.lock:
-            self._settle_with(leaves)
+            self._settle_with(leaves, find_scaled(leaves, block))
 
-    def _settle_with(self, leaves: Sequence[Leaf]) -> None:
-        self.schema = self.schema.with_leaves(leaves, self._packing)
+    def _settle_with(self, leaves: Sequence[Leaf], scaled: Collection[Key] = ()) -> None:
+        self.schema = self.schema.with_leaves(leaves, self._packing, scaled)
         self._add_raw(leaves)
         for number in range(len(self._columns), len(self.schema.packers)):
             log = RowLog(self.schema.packers[number], self.cache, number, self._threads)
@@ -161,19 +161,21 @@ class Steps:
                 self._raw[leaf.key] = np.zeros((self.num_slots, *leaf.shape), leaf.carrier)
 
     def find_repeats(self, block: Block | None = None) -> None:
-        """Decide which leaves under ``next`` repeat the root, by a block of steps or by the open segment."""
+        """Decide which leaves under ``next`` repeat the root, and which are images, by a block or the open segment."""
         opening = self._opening
         if opening is None:
             return
         if block is None and opening.open_width:
             block, _ = opening.open_steps()
         leaves = self.leaves
+        scaled: set[Key] = set()
         if block is not None:
             leaves = find_twins(leaves, block)
+            scaled = find_scaled(leaves, block)
         with self.lock:
             raw = dict(self._raw)
             self.schema = Schema()
-            self._settle_with(leaves)
+            self._settle_with(leaves, scaled)
             self._raw = raw
             for column in self._columns:
                 column.take_open(opening)
