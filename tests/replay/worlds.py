@@ -14,7 +14,7 @@ class World:
     """Environments that run side by side. What a step leads to is mostly where the next one starts.
 
     Args:
-        kind: Which observations there are: ``"vectors"``, ``"images"``, ``"stacks"`` or ``"scaled"`` (stacks of floats).
+        kind: Which observations there are: ``"vectors"``, ``"images"``, ``"stacks"``, ``"scaled"`` (floats).
         num_streams: How many environments.
         with_ids: Whether steps have the id of their episode.
         seed: What everything is drawn from.

@@ -1,8 +1,8 @@
 """Which head of a folder is of the same moment as the file of the writer beside it.
 
-TorchRL's ``ReplayBuffer.dumps`` writes its storage, its sampler and its writer one after another. If it is interrupted in
-between, the storage in the folder is newer than the writer. So a head stores the state that the writer had, and the head
-before it is kept as long as the file of the writer is of its moment.
+TorchRL's ``ReplayBuffer.dumps`` writes its storage, its sampler and its writer one after another. If it is interrupted
+in between, the storage in the folder is newer than the writer. So a head stores the state that the writer had, and the
+head before it is kept as long as the file of the writer is of its moment.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ class ImageRows:
         jpeg: Quality from 1 to 100 if losses are wanted; without loss by default.
         shape: Of one image; needed for JPEG, and to find stacks.
         stored: Whether to leave images as they are.
-        dtype: Of one pixel, as NumPy writes it. Pixels of numbers are packed as bytes where they are those of bytes; see
-            `scaled`.
+        dtype: Of one pixel, as NumPy writes it. If it is not that of bytes, images are packed as bytes where that is
+            exact; see `scaled`.
     """
 
     row_bytes: int
@@ -313,8 +313,10 @@ class ImageRows:
         for number in np.flatnonzero(plain).tolist():
             body = _untagged(int(ways[number]), memoryview(payloads[number])[1:], size)
             out[number] = np.frombuffer(body, np.uint8)
-        pixels = np.empty((int(np.count_nonzero(~plain)), size // np.dtype(self.dtype).itemsize), np.uint8)
         images = [memoryview(payloads[number])[1:] for number in np.flatnonzero(~plain).tolist()]
+        if not images:
+            return
+        pixels = np.empty((len(images), size // np.dtype(self.dtype).itemsize), np.uint8)
         ImageRows(pixels.shape[1], self.line_bytes)._fill(images, pixels)
         from_pixels(pixels, ways, out, self.dtype)
 

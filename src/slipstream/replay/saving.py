@@ -287,7 +287,7 @@ def _link(head: Path, previous: Path) -> None:
     except OSError:
         # Not every file system has links.
         shutil.copyfile(head, temporary)
-    os.replace(temporary, previous)
+    temporary.replace(previous)
     # Renaming does nothing if both names are of the same file already.
     temporary.unlink(missing_ok=True)
 

@@ -1,5 +1,7 @@
-"""Images of numbers whose pixels are those of bytes: 0 to 255, or divided by 255, as ``ToTensor`` and wrappers of Atari
-return them. They are packed as images of bytes, and only where this gives back every bit.
+"""Images of numbers whose pixels are those of bytes: 0 to 255, or divided by 255.
+
+Wrappers of Atari and ``ToTensor`` return such images. They are packed as images of bytes where that gives back all
+bits.
 """
 
 from __future__ import annotations
