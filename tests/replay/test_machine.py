@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import os
 import pickle
+import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -227,12 +228,24 @@ class StorageMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.is_filled)
     @rule(shares=st.lists(SHARES, min_size=1, max_size=40))
     def overwrite(self, shares: list[float]) -> None:
-        """Put other steps in the place of some, which does not make them newer."""
-        slots = sorted(set(self.some_slots(shares)))
+        """Put other steps in the place of some, which does not make them newer; the last one for a slot counts."""
+        self.replace(self.some_slots(shares))
+
+    @precondition(lambda self: self.is_filled)
+    @rule(share=st.floats(0.5, 1), times=st.integers(1, 4), seed=SEEDS)
+    def overwrite_most(self, share: float, times: int, seed: int) -> None:
+        """Put other steps in the place of most, so that few steps of old segments are left."""
+        draw = random.Random(seed)
+        for _ in range(times):
+            slots = self.order.slots()
+            self.replace(draw.sample(slots, max(1, int(share * len(slots)))))
+
+    def replace(self, slots: list[tuple[int, int]]) -> None:
         steps = self.world.batch(len(slots), 0.2, 0.2)[0]
-        index = self.index_of(slots)
-        self.theirs.storage[index] = steps
-        self.ours.storage[index] = steps
+        self.ours.storage[self.index_of(slots)] = steps
+        # With the same slot twice it is undefined which step TorchRL's storage keeps.
+        last = {slot: place for place, slot in enumerate(slots)}
+        self.theirs.storage[self.index_of(list(last))] = steps[list(last.values())]
 
     @precondition(lambda self: self.order.holes(self.used_times))
     @rule(share=SHARES)
@@ -298,6 +311,8 @@ class StorageMachine(RuleBasedStateMachine):
             return
         slots = self.order.slots()
         assert_equal(self.expected(slots), leaves(storage.get(self.index_of(slots))))
+        # Segments of which little is left are packed again, so what was overwritten does not pile up.
+        assert storage.get_stats()["num_frames"] <= 12 * self.used_times * self.num_streams + 64
 
     @precondition(lambda self: self.is_filled)
     @rule(shares=st.lists(SHARES, min_size=1, max_size=30), is_lazy=st.booleans())

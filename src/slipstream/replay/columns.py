@@ -107,7 +107,10 @@ class Column:
         rows = OPEN - np.arange(start, start + slots.size).reshape(slots.shape)
         self._tail.append({leaf.key: values[leaf.key].swapaxes(0, 1) for leaf in self.leaves})
         self._tail_slots.append(slots)
-        self.show(index.reshape(-1), rows.reshape(-1))
+        # Of several steps for one slot, the last counts; what the slot showed before is released once.
+        flat = index.reshape(-1)
+        distinct, from_end = np.unique(flat[::-1], return_index=True)
+        self.show(distinct, rows.reshape(-1)[len(flat) - 1 - from_end])
 
     def open_steps(self) -> tuple[Block, Slots]:
         """Return the steps of the open segment as ``[streams, time, ...]``, and their slots ``[time, streams]``."""

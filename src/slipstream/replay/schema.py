@@ -359,4 +359,6 @@ def check_leaf(leaf: Leaf, tensor: torch.Tensor, batch_dims: int) -> None:
 
 def host_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a tensor as the array that carries it; copied only if it is not on the CPU or not contiguous."""
-    return array_of(tensor.detach().cpu().contiguous())
+    # A view that conjugates or negates has no bytes of its own.
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return array_of(plain.contiguous())

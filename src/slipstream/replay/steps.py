@@ -10,10 +10,11 @@ steps and decodes without it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,7 @@ class Steps:
         self._raw: dict[Key, NDArray[Any]] = {}
         # Holds all packed leaves until there are enough steps to find out which of them repeat.
         self._opening: Column | None = None
+        self._num_writes = 0
         self.renew_locks()
         _engines.add(self)
 
@@ -181,6 +183,23 @@ class Steps:
                 column.take_open(opening)
             self._opening = None
 
+    @contextlib.contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Forget the leaves that were declared in the block if it raises before steps were written.
+
+        The open segment may have been packed by then, which changes no step.
+        """
+        with self.writing:
+            before = (self.schema, list(self._columns), dict(self._raw), self._opening)
+            num_writes = self._num_writes
+            try:
+                yield
+            except BaseException:
+                if self._num_writes == num_writes:
+                    with self.lock:
+                        self.schema, self._columns, self._raw, self._opening = before
+                raise
+
     # Slots
 
     def make_room(self, first: int, end: int) -> None:
@@ -233,6 +252,8 @@ class Steps:
             publish: Called under the lock, together with the change.
         """
         with self.writing:
+            # First, so that nothing can fail once the steps are there.
+            self._tidy()
             self._leave_opening(slots, block)
             values = [(column, self._completed(column, slots, block)) for column in self._touched(block)]
             packed: list[tuple[Column, Slots, PackedSteps]] = []
@@ -248,8 +269,8 @@ class Steps:
                     for column, steps in values:
                         column.keep_open(steps, slots, slots - self._base)
                 self._write_raw(slots, block)
+                self._num_writes += 1
                 publish()
-            self._tidy()
 
     def _leave_opening(self, slots: Slots, block: Block) -> None:
         """Find out which leaves repeat if steps of a block do not go into the open segment, which is packed then."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -176,9 +177,26 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
             slots = ring.slots(cursor, batch[0], self._num_times)
             if slots.shape != batch:
                 raise ReplayError(f"{list(slots.shape)} slots for {list(batch)} steps")
-            self._begin(tensors, dims, layout, ring)
-            self._write(tensors, slots, cursor, is_new=set_cursor, is_pointwise=is_pointwise)
+            with self._unchanged_on_error():
+                self._begin(tensors, dims, layout, ring)
+                self._write(tensors, slots, cursor, is_new=set_cursor, is_pointwise=is_pointwise)
         self._bump_mutation_revision()
+
+    @contextlib.contextmanager
+    def _unchanged_on_error(self) -> Iterator[None]:
+        """Forget what was declared in the block if it raises: there may be no memory to pack the steps, for instance."""
+        layout = self.layout
+        schema = self.steps.schema
+        was_initialized = self.initialized
+        try:
+            with self.steps.unchanged_on_error():
+                yield
+        except BaseException:
+            if not was_initialized:
+                self._forget()
+            elif self.steps.schema is schema:
+                self.layout = layout
+            raise
 
     def _check_process(self) -> None:
         """Raise in a process that got a copy from `multiprocessing`: what it writes would be lost without a word."""
@@ -313,9 +331,6 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
             if not slots.size:
                 return
             new = {key: tensor for key, tensor in tensors.items() if key not in known}
-            if new:
-                self.steps.declare(describe(new, slots.ndim, self.roles))
-                self.layout = self.layout.merged(Layout.of_keys(new))
             table, order = self.ring.ordered(slots)
             block = {}
             for key, tensor in tensors.items():
@@ -326,7 +341,11 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
             def publish() -> None:
                 self._runs.is_stale = True
 
-            self.steps.write(table, block, publish)
+            with self._unchanged_on_error():
+                if new:
+                    self.steps.declare(describe(new, slots.ndim, self.roles))
+                    self.layout = self.layout.merged(Layout.of_keys(new))
+                self.steps.write(table, block, publish)
         self._bump_mutation_revision()
 
     # Runs
