@@ -67,13 +67,13 @@ def test_the_oldest_episodes_go_whole_when_there_are_too_many_frames(lengths, ma
 
 
 def test_the_oldest_episodes_go_when_there_are_too_many_bytes():
-    store = EpisodeStore(max_bytes=60_000)
+    store = EpisodeStore(max_bytes=70_000)
     generator = np.random.default_rng(0)
     for _ in range(20):
         store.add({"noise": generator.integers(0, 256, (101, 100), dtype=np.uint8)})
-        assert store.nbytes <= 60_000
+        assert store.nbytes <= 70_000
     assert store.num_episodes == 5
-    with pytest.raises(ReplayError, match="does not fit max_bytes=60000"):
+    with pytest.raises(ReplayError, match="does not fit max_bytes=70000"):
         store.add({"noise": generator.integers(0, 256, (701, 100), dtype=np.uint8)})
     assert store.num_episodes == 5
 

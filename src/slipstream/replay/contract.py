@@ -20,6 +20,7 @@ from slipstream.errors import ReplayError
 from slipstream.replay.batch import Layout
 from slipstream.replay.checkpointer import PackedCheckpointer
 from slipstream.replay.indexing import RingShape
+from slipstream.replay.moments import WriterState, state_of_writer
 from slipstream.replay.objects import Objects
 from slipstream.replay.ring import RingOrder
 from slipstream.replay.roles import Key, Roles, as_key
@@ -119,6 +120,11 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
         """Raise `ReplayError` unless steps tell where their episodes end."""
         self.roles.require(self.steps.raw_keys)
 
+    @property
+    def writer_state(self) -> WriterState | None:
+        """The state of the writer that fills it, if it is known."""
+        return state_of_writer(self._attached_entities)
+
     # Content
 
     @property
@@ -163,6 +169,8 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
         if not self.run_table.has_holes:
             return super()._rand_given_ndim_impl(batch_size)
         sound = torch.from_numpy(self._order.sound(self.num_times))
+        if not len(sound):
+            raise ReplayError(f"there is nothing to sample: none of the first {self.num_times} slots has a step")
         drawn = sound[torch.randint(0, len(sound), (batch_size,), generator=self._rng)]
         places = np.unravel_index(drawn.numpy(), self.ring.shape)
         index = tuple(torch.from_numpy(np.ascontiguousarray(part)).to(self.device) for part in places)

@@ -29,7 +29,15 @@ from slipstream.replay.arrays import (
 from slipstream.replay.columns import PackedSteps
 from slipstream.replay.draws import Starts, draw_from, draw_starts
 from slipstream.replay.episode_state import Content, RestoredEpisodes, from_snapshot, restore_episodes, save_episodes
-from slipstream.replay.open_episodes import FoundBatch, Growth, OpenEpisode, find_open, held_bytes
+from slipstream.replay.open_episodes import (
+    OPEN_BYTES,
+    STEP_BYTES,
+    FoundBatch,
+    Growth,
+    OpenEpisode,
+    find_open,
+    held_bytes,
+)
 from slipstream.replay.prefix_sum import PrefixSum
 from slipstream.replay.saving import Saved, from_state, reading, to_state
 from slipstream.replay.schema import FRAME, STEP, Leaf, Packing, leaf_of_array
@@ -39,6 +47,9 @@ from slipstream.trajectory import NEXT
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, NDArray[Any]]
+
+_EPISODE_BYTES = 32
+"""What a finished episode takes in the table of lengths."""
 
 
 class EpisodeStore:
@@ -248,8 +259,12 @@ class EpisodeStore:
     def nbytes(self) -> int:
         """The memory of everything packed and of unfinished episodes, with the objects and tables for them."""
         with self._steps.lock:
-            raw = sum(episode.tail.nbytes for episode in self._open.values())
-            return self._steps.held_bytes + raw
+            nbytes = self._steps.held_bytes + _EPISODE_BYTES * len(self._lengths)
+            num_packed = self._lengths.total
+            for episode in self._open.values():
+                nbytes += OPEN_BYTES + episode.tail.nbytes
+                num_packed += episode.num_packed
+            return nbytes + STEP_BYTES * self._steps.num_columns * num_packed
 
     @property
     def fields(self) -> list[Leaf]:
@@ -520,14 +535,14 @@ class EpisodeStore:
     def _settle(self, arrays: Arrays, frames: frozenset[str]) -> None:
         """Declare the arrays of an episode."""
         leaves = [leaf_of_array((name,), array, STEP) for name, array in arrays.items()]
-        self._steps.settle(with_nexts(leaves, frames))
+        self._steps.settle(with_nexts(leaves, frames), {(name,): array[None] for name, array in arrays.items()})
 
     def _check_frames(self, frames: int) -> None:
         if self.max_frames is not None and frames > self.max_frames:
             raise ReplayError(f"an episode of {frames} frames does not fit max_frames={self.max_frames}")
 
     def _check_bytes(self, episode: OpenEpisode, packed: Sequence[PackedSteps]) -> None:
-        nbytes = episode.packed_bytes + held_bytes(packed)
+        nbytes = _EPISODE_BYTES + episode.packed_bytes + held_bytes(packed)
         if self.max_bytes is not None and nbytes > self.max_bytes:
             raise ReplayError(f"an episode of {nbytes} packed bytes does not fit max_bytes={self.max_bytes}")
 

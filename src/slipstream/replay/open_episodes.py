@@ -17,6 +17,11 @@ from slipstream.replay.schema import Leaf
 from slipstream.replay.steps import FoundSteps, Steps
 from slipstream.replay.tail import Tail
 
+STEP_BYTES = 16
+"""What a packed step takes in the table of slots of each column, which may be twice as long as it needs to be."""
+OPEN_BYTES = 1536
+"""What an unfinished episode takes besides its rows: a few objects."""
+
 _BLOCK_STEPS = 64
 
 
@@ -66,7 +71,7 @@ class OpenEpisode:
     @property
     def nbytes(self) -> int:
         """The memory that it takes."""
-        return self.packed_bytes + self.tail.nbytes
+        return OPEN_BYTES + self.packed_bytes + self.tail.nbytes
 
     def plan(self, arrays: Arrays, frames: frozenset[str], steps: Steps) -> Growth:
         """Pack what more rows complete, without changing anything."""
@@ -74,7 +79,7 @@ class OpenEpisode:
         length = self.length + count
         # Before the first episode has ended, it is not known what to pack.
         if not steps.leaves or self.tail.length + count <= _BLOCK_STEPS:
-            return Growth([], arrays, length, self.packed_bytes + self.tail.nbytes_with(arrays))
+            return Growth([], arrays, length, OPEN_BYTES + self.packed_bytes + self.tail.nbytes_with(arrays))
         rows = dict(arrays)
         for name, before in self.tail.values().items():
             rows[name] = np.concatenate([before, arrays[name]])
@@ -86,7 +91,7 @@ class OpenEpisode:
             part = {name: array[first : first + _BLOCK_STEPS + 1] for name, array in rows.items()}
             blocks.append(steps.pack_run(step_block(part, frames, _BLOCK_STEPS), _BLOCK_STEPS))
         left = {name: array[num_blocks * _BLOCK_STEPS :] for name, array in rows.items()}
-        nbytes = self.packed_bytes + sum(map(held_bytes, blocks)) + Tail().nbytes_with(left)
+        nbytes = OPEN_BYTES + self.packed_bytes + sum(map(held_bytes, blocks)) + Tail().nbytes_with(left)
         return Growth(blocks, left, length, nbytes)
 
     def commit(self, growth: Growth, steps: Steps) -> None:
@@ -118,7 +123,10 @@ class OpenEpisode:
 
 def held_bytes(packed: Sequence[PackedSteps]) -> int:
     """Return the memory of packed steps in all columns, objects and tables included."""
-    return sum(steps.held_bytes for steps in packed)
+    total = 0
+    for steps in packed:
+        total += steps.held_bytes + STEP_BYTES * steps.position.size
+    return total
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from slipstream.codecs.entropy import HUFFMAN_LEVEL, compress_zstd, decompress_i
 from slipstream.errors import CodecError
 from slipstream.memory import scratch, scratch_scope
 from slipstream.replay.blocks import compress_parts, decompress_parts
+from slipstream.replay.scaled import BYTES, NOT_SCALED, WAYS, from_pixels, to_pixels
 from slipstream.replay.stacks import (
     STACK_ROWS,
     Pieces,
@@ -164,6 +165,8 @@ class ImageRows:
         jpeg: Quality from 1 to 100 if losses are wanted; without loss by default.
         shape: Of one image; needed for JPEG, and to find stacks.
         stored: Whether to leave images as they are.
+        dtype: Of one pixel, as NumPy writes it. If it is not that of bytes, images are packed as bytes where that is
+            exact; see `scaled`.
     """
 
     row_bytes: int
@@ -171,6 +174,7 @@ class ImageRows:
     jpeg: int | None = None
     shape: tuple[int, ...] = ()
     stored: bool = False
+    dtype: str = BYTES
     kind: ClassVar[str] = "images"
 
     def pack(self, rows: Rows, runs: NDArray[np.int64], threads: int) -> Units:
@@ -195,6 +199,8 @@ class ImageRows:
             return list(parallel_map(encode, [row.reshape(self.shape) for row in rows], threads))
         if not len(rows):
             return []
+        if self.dtype != BYTES:
+            return self._pack_scaled(rows, threads)
         filtering, level = _best_way(rows[len(rows) // 2].reshape(-1, self.line_bytes))
         step = max(1, _BLOCK_BYTES // rows.shape[1])
 
@@ -274,6 +280,9 @@ class ImageRows:
             for row, payload in zip(out, payloads, strict=True):
                 row[:] = decode_jpeg(payload, self.shape).reshape(-1)
             return
+        if self.dtype != BYTES:
+            self._fill_scaled(payloads, out)
+            return
         tags = np.array([payload[0] if payload else 255 for payload in payloads], np.uint8)
         if (tags > (_FRAME | _LINES)).any():
             raise CodecError(f"a packed image starts with {tags.max()}, which is not a way this release packs images")
@@ -291,6 +300,34 @@ class ImageRows:
             some = lines[filtered]
             _add_lines(some)
             lines[filtered] = some
+
+    def _pack_scaled(self, rows: Rows, threads: int) -> list[bytes]:
+        """Pack images of numbers: as images of bytes, with the way they were scaled in front, where that is exact."""
+        pixels, ways = to_pixels(rows, self.dtype)
+        payloads = [_tagged(0, row, _LEVEL) if way == NOT_SCALED else b"" for row, way in zip(rows, ways, strict=True)]
+        fits = np.flatnonzero(ways != NOT_SCALED)
+        packed = ImageRows(pixels.shape[1], self.line_bytes)._pack_images(pixels[fits], threads)
+        for number, image in zip(fits.tolist(), packed, strict=True):
+            payloads[number] = bytes([ways[number]]) + image
+        return payloads
+
+    def _fill_scaled(self, payloads: Sequence[bytes | memoryview], out: Rows) -> None:
+        """Unpack what `_pack_scaled` packed."""
+        ways = np.array([payload[0] if payload else 255 for payload in payloads], np.uint8)
+        plain = ways <= _FRAME
+        known = plain | np.isin(ways, WAYS)
+        if not known.all():
+            raise CodecError(f"a packed image starts with {ways.max()}, which is not a way this release packs images")
+        size = out.shape[1]
+        for number in np.flatnonzero(plain).tolist():
+            body = _untagged(int(ways[number]), memoryview(payloads[number])[1:], size)
+            out[number] = np.frombuffer(body, np.uint8)
+        images = [memoryview(payloads[number])[1:] for number in np.flatnonzero(~plain).tolist()]
+        if not images:
+            return
+        pixels = np.empty((len(images), size // np.dtype(self.dtype).itemsize), np.uint8)
+        ImageRows(pixels.shape[1], self.line_bytes)._fill(images, pixels)
+        from_pixels(pixels, ways, out, self.dtype)
 
 
 RowPacker = VectorRows | ImageRows

@@ -27,7 +27,7 @@ class Runs:
         self.is_stale = False
         """Whether flags have changed since the runs were found."""
         self.has_holes = False
-        """Whether the steps of some slots are lost."""
+        """Whether some slots among those that count have no step: lost, or left out by the writer."""
         self._next = 0
 
     @property
@@ -98,6 +98,10 @@ class Runs:
         self.write_scattered(slots)
         self.of.reshape(-1)[slots] = UNUSED
         self.has_holes = True
+
+    def find_holes(self, num_times: int) -> None:
+        """Find out whether one of the first slots along time has no step."""
+        self.has_holes = bool((self.of[:num_times] == UNUSED).any())
 
     def number(self, ended: NDArray[np.bool_] | None, ids: NDArray[np.int64] | None) -> None:
         """Find the runs.

@@ -2,16 +2,19 @@
 
 Packed segments go into *parts*, files that never change. A *head*, which is replaced atomically and last, holds
 everything else and says which parts count. So a crash at any point leaves what was saved before. Parts without a use
-are deleted after that, and by the next save if a crash came between. The layout is in ``docs/formats/replay.md``.
+are deleted after that, and by the next save if a crash came between. If other files belong to the same moment, the head
+before is kept with its parts until these files are known to be written. The layout is in ``docs/formats/replay.md``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,18 +36,22 @@ from slipstream.errors import (
 from slipstream.replay.log import Segment
 from slipstream.replay.steps import Snapshot
 from slipstream.store.container import Container
-from slipstream.store.local import make_folder, sweep
+from slipstream.store.local import RESERVED_PREFIX, make_folder, sweep
 from slipstream.store.writer import ContainerWriter, write_container
 
 logger = logging.getLogger(__name__)
 
 HEAD = "head.slip"
+PREVIOUS = "previous.slip"
+"""The head before, if its moment is the last one that is complete."""
 VERSION = 2
 MALFORMED = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError, MemoryError)
 """What reading a file may raise whose checksums are right but whose content is not what was written."""
 _PART = re.compile(r"rows-(\d+)-[0-9a-f]{8}\.slip")
 _SMALL_BYTES = 1 << 20
 _MAX_SMALL = 64
+Belongs = Callable[[Mapping[str, Any]], bool]
+"""Returns whether a head, told by its plain values, is of the same moment as the files beside the folder."""
 _PARTS_OF_COLUMN = ("first", "units", "rows", "lengths", "bytes")
 
 
@@ -117,7 +124,14 @@ def reading(folder: Path) -> Iterator[None]:
 # Folders
 
 
-def save(folder: Path, kind: str, snapshot: Snapshot, saved: Saved, episodes: Episodes | None = None) -> Saved:
+def save(
+    folder: Path,
+    kind: str,
+    snapshot: Snapshot,
+    saved: Saved,
+    episodes: Episodes | None = None,
+    belongs: Belongs | None = None,
+) -> Saved:
     """Write what is new into a folder, then the head; returns what the folder holds now.
 
     Args:
@@ -126,8 +140,12 @@ def save(folder: Path, kind: str, snapshot: Snapshot, saved: Saved, episodes: Ep
         snapshot: What to save.
         saved: What the last call returned for this folder.
         episodes: All episodes, if the folder should be readable without its head.
+        belongs: Tells which head is of the same moment as the files beside the folder, if there are such files.
     """
     make_folder(folder)
+    kept: list[str] = []
+    if belongs is not None:
+        kept = _keep_head(folder, belongs)
     parts: list[Part] = []
     if _is_unchanged(folder, saved):
         parts = _choose_parts(saved.parts, snapshot.segments)
@@ -145,21 +163,30 @@ def save(folder: Path, kind: str, snapshot: Snapshot, saved: Saved, episodes: Ep
         writer.set("parts", [{"name": part.name, "identity": part.identity} for part in parts])
         for name, array in snapshot.arrays.items():
             writer.add(name, array)
-    _delete_others(folder, parts)
+    _delete_others(folder, {*kept, *(part.name for part in parts)})
     return Saved(writer.identity, parts)
 
 
-def load(folder: Path, kind: str) -> Loaded:
+def load(folder: Path, kind: str, belongs: Belongs | None = None) -> Loaded:
     """Read a folder. Units that are damaged have no bytes, parts that cannot be read are left out with a warning.
+
+    Args:
+        folder: Where from.
+        kind: The kind of the head.
+        belongs: Tells which head is of the same moment as the files beside the folder, if there are such files.
 
     Raises:
         FileNotFoundError: If nothing was saved there.
         CorruptFileError: If the head is damaged.
         FormatVersionError: If it was written by another version.
     """
-    with Container(folder / HEAD) as container:
+    head = folder / HEAD
+    if belongs is not None and not _is_head_of(head, belongs) and _is_head_of(folder / PREVIOUS, belongs):
+        head = folder / PREVIOUS
+        logger.warning("%s: saving was interrupted; the moment before it is restored, which is complete", folder)
+    with Container(head) as container:
         if container.kind != kind:
-            raise CorruptFileError(f"{folder / HEAD} is a {container.kind!r}, expected {kind!r}")
+            raise CorruptFileError(f"{head} is a {container.kind!r}, expected {kind!r}")
         _check_version(container)
         plain = dict(container.values["plain"])
         named = [(str(part["name"]), str(part["identity"])) for part in container.values["parts"]]
@@ -176,8 +203,8 @@ def load(folder: Path, kind: str) -> Loaded:
         if part is not None:
             parts.append(part)
     saved = Saved()
-    # A folder with damage is written again as a whole.
-    if len(parts) == len(named) and not _has_gaps(segments):
+    # A folder with damage, or whose newest head was not read, is written again as a whole.
+    if head.name == HEAD and len(parts) == len(named) and not _has_gaps(segments):
         saved = Saved(identity, parts)
     return Loaded(plain, arrays, segments, saved)
 
@@ -230,6 +257,39 @@ def _check_version(container: Container) -> None:
     version = container.values.get("version")
     if version != VERSION:
         raise FormatVersionError(f"{container.path} has version {version!r}, this release reads {VERSION}")
+
+
+def _is_head_of(head: Path, belongs: Belongs) -> bool:
+    """Return whether there is such a head, and it is of the same moment as the files beside the folder."""
+    try:
+        with Container(head) as container:
+            return belongs(container.values["plain"])
+    except (OSError, SlipstreamError, *MALFORMED):
+        return False
+
+
+def _keep_head(folder: Path, belongs: Belongs) -> list[str]:
+    """Keep the head of the last complete moment under another name; returns the names that must not be deleted."""
+    previous = folder / PREVIOUS
+    if _is_head_of(folder / HEAD, belongs):
+        _link(folder / HEAD, previous)
+    if not _is_head_of(previous, belongs):
+        return []
+    with Container(previous) as container:
+        return [PREVIOUS, *(str(part["name"]) for part in container.values["parts"])]
+
+
+def _link(head: Path, previous: Path) -> None:
+    """Give a head, which is going to be replaced, a second name; at no time there is half a file."""
+    temporary = head.with_name(f"{RESERVED_PREFIX}{secrets.token_hex(8)}.tmp")
+    try:
+        os.link(head, temporary)
+    except OSError:
+        # Not every file system has links.
+        shutil.copyfile(head, temporary)
+    temporary.replace(previous)
+    # Renaming does nothing if both names are of the same file already.
+    temporary.unlink(missing_ok=True)
 
 
 def _is_unchanged(folder: Path, saved: Saved) -> bool:
@@ -394,13 +454,12 @@ def _has_gaps(segments: Sequence[Sequence[Segment]]) -> bool:
     return False
 
 
-def _delete_others(folder: Path, parts: Sequence[Part]) -> None:
-    """Delete the parts that the head does not name, and what dead writers left."""
-    names = {part.name for part in parts}
+def _delete_others(folder: Path, names: set[str]) -> None:
+    """Delete the parts that no head names, and what dead writers left."""
     sweep(folder)
     for path in folder.iterdir():
         # Parts of version 1 were called frames.
-        is_part = _PART.fullmatch(path.name) or path.name.startswith("frames-")
+        is_part = _PART.fullmatch(path.name) or path.name.startswith("frames-") or path.name == PREVIOUS
         if is_part and path.name not in names:
             try:
                 path.unlink(missing_ok=True)

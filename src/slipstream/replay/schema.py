@@ -7,13 +7,14 @@ A leaf is one of these kinds:
 - ``frame``: packed, and what the step before led to: its ``next`` is the row after.
 - ``next``: not stored at all. It is read from the row after that of its ``frame``.
 
-Images have a column for each, all other packed leaves share one.
+Images have a column for each, all other packed leaves share one. Images of numbers are those whose pixels are found to
+be scaled bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,6 +28,8 @@ from slipstream.replay.images import line_bytes_of
 from slipstream.replay.jpeg import channel_axis, check_quality
 from slipstream.replay.packing import ImageRows, RowPacker, Rows, VectorRows
 from slipstream.replay.roles import Key, Roles
+from slipstream.replay.scaled import BYTES, is_scaled
+from slipstream.replay.scaled import DTYPES as DTYPES_OF_IMAGES
 from slipstream.schema.dtypes import DTYPES, dtype_name, parse_torch_dtype
 from slipstream.tensors import TORCH, array_of
 from slipstream.trajectory import NEXT, find_breaks
@@ -145,9 +148,13 @@ class Packing:
             quality = quality.get(leaf.name)
         if not self.images:
             quality = None
+        # Only bytes can be a JPEG.
+        if leaf.carrier.str != BYTES:
+            quality = None
         if quality is not None:
             channel_axis(leaf.shape)
-        return ImageRows(leaf.nbytes, line_bytes_of(leaf.shape), quality, leaf.shape, not self.images)
+        line_bytes = line_bytes_of(leaf.shape)
+        return ImageRows(leaf.nbytes, line_bytes, quality, leaf.shape, not self.images, leaf.carrier.str)
 
 
 class Schema:
@@ -174,8 +181,13 @@ class Schema:
         """The size of a row in all columns together, not packed."""
         return sum(packer.row_bytes for packer in self.packers)
 
-    def with_leaves(self, new: Sequence[Leaf], packing: Packing) -> Schema:
+    def with_leaves(self, new: Sequence[Leaf], packing: Packing, scaled: Collection[Key] = ()) -> Schema:
         """Return a schema with more leaves; images get a column each, all other packed ones share a new one.
+
+        Args:
+            new: The leaves.
+            packing: How images are packed.
+            scaled: The keys of images whose pixels are numbers.
 
         Raises:
             UnsupportedDtypeError: If elements are not plain numbers.
@@ -189,7 +201,7 @@ class Schema:
             word_dtype(leaf.carrier)
             if leaf.kind not in (STEP, FRAME):
                 placed[leaf.key] = leaf
-            elif leaf.is_image:
+            elif leaf.is_image or leaf.key in scaled:
                 placed[leaf.key] = replace(leaf, column=len(packers), start=0)
                 packers.append(packing.packer(leaf))
             else:
@@ -264,9 +276,13 @@ def _packer_from_json(item: Mapping[str, Any]) -> RowPacker:
     shape = tuple(map(int, item["shape"]))
     line_bytes = int(item["line_bytes"])
     row_bytes = int(item["row_bytes"])
-    if row_bytes < 1 or math.prod(shape) != row_bytes or line_bytes != line_bytes_of(shape):
+    dtype = str(item.get("dtype", BYTES))
+    if dtype not in (BYTES, *DTYPES_OF_IMAGES) or (dtype != BYTES and jpeg is not None):
+        raise ValueError(f"the pixels of an image are {dtype[:40]!r}")
+    expected = math.prod(shape) * np.dtype(dtype).itemsize
+    if row_bytes < 1 or expected != row_bytes or line_bytes != line_bytes_of(shape):
         raise ValueError(f"an image of {row_bytes} bytes has shape {list(shape)}")
-    return ImageRows(row_bytes, line_bytes, jpeg, shape, bool(item["stored"]))
+    return ImageRows(row_bytes, line_bytes, jpeg, shape, bool(item["stored"]), dtype)
 
 
 def frame_key(key: Key) -> Key:
@@ -304,6 +320,15 @@ def find_twins(leaves: Sequence[Leaf], block: Block) -> list[Leaf]:
     return list(twins.values())
 
 
+def find_scaled(leaves: Iterable[Leaf], block: Block) -> set[Key]:
+    """Return the keys of packed leaves that are images of numbers whose pixels are those of bytes."""
+    found = set()
+    for leaf in leaves:
+        if leaf.kind in (STEP, FRAME) and is_scaled(block[leaf.key]):
+            found.add(leaf.key)
+    return found
+
+
 def _follows(root: NDArray[Any], after: NDArray[Any]) -> bool:
     if root.shape[1] < 2:
         # A single step has nothing to compare with. Most observations follow.
@@ -334,4 +359,6 @@ def check_leaf(leaf: Leaf, tensor: torch.Tensor, batch_dims: int) -> None:
 
 def host_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a tensor as the array that carries it; copied only if it is not on the CPU or not contiguous."""
-    return array_of(tensor.detach().cpu().contiguous())
+    # A view that conjugates or negates has no bytes of its own.
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return array_of(plain.contiguous())

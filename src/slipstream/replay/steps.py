@@ -10,10 +10,11 @@ steps and decodes without it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from slipstream.errors import CorruptFileError, SlipstreamError, StateMismatchEr
 from slipstream.replay.columns import ENOUGH_STEPS, NONE, OPEN, Column, FoundRows, PackedSteps, Slots
 from slipstream.replay.log import RowLog, Segment, UnitCache
 from slipstream.replay.roles import Key
-from slipstream.replay.schema import RAW, Block, Leaf, Packing, Schema, find_twins
+from slipstream.replay.schema import RAW, Block, Leaf, Packing, Schema, find_scaled, find_twins
 
 _LEAST_SLOTS = 64
 _BLOCK_STEPS = 64
@@ -94,6 +95,7 @@ class Steps:
         self._raw: dict[Key, NDArray[Any]] = {}
         # Holds all packed leaves until there are enough steps to find out which of them repeat.
         self._opening: Column | None = None
+        self._num_writes = 0
         self.renew_locks()
         _engines.add(self)
 
@@ -143,13 +145,16 @@ class Steps:
             if packed:
                 self._opening = Column(packed, None, self.num_slots)
 
-    def settle(self, leaves: Sequence[Leaf]) -> None:
-        """Add leaves whose kinds are known."""
+    def settle(self, leaves: Sequence[Leaf], block: Block | None = None) -> None:
+        """Add leaves whose kinds are known; a block of steps tells which of them are images of numbers."""
+        scaled: Collection[Key] = ()
+        if block is not None:
+            scaled = find_scaled(leaves, block)
         with self.writing, self.lock:
-            self._settle_with(leaves)
+            self._settle_with(leaves, scaled)
 
-    def _settle_with(self, leaves: Sequence[Leaf]) -> None:
-        self.schema = self.schema.with_leaves(leaves, self._packing)
+    def _settle_with(self, leaves: Sequence[Leaf], scaled: Collection[Key] = ()) -> None:
+        self.schema = self.schema.with_leaves(leaves, self._packing, scaled)
         self._add_raw(leaves)
         for number in range(len(self._columns), len(self.schema.packers)):
             log = RowLog(self.schema.packers[number], self.cache, number, self._threads)
@@ -161,23 +166,42 @@ class Steps:
                 self._raw[leaf.key] = np.zeros((self.num_slots, *leaf.shape), leaf.carrier)
 
     def find_repeats(self, block: Block | None = None) -> None:
-        """Decide which leaves under ``next`` repeat the root, by a block of steps or by the open segment."""
+        """Decide which leaves under ``next`` repeat the root, and which are images, by a block or the open segment."""
         opening = self._opening
         if opening is None:
             return
         if block is None and opening.open_width:
             block, _ = opening.open_steps()
         leaves = self.leaves
+        scaled: set[Key] = set()
         if block is not None:
             leaves = find_twins(leaves, block)
+            scaled = find_scaled(leaves, block)
         with self.lock:
             raw = dict(self._raw)
             self.schema = Schema()
-            self._settle_with(leaves)
+            self._settle_with(leaves, scaled)
             self._raw = raw
             for column in self._columns:
                 column.take_open(opening)
             self._opening = None
+
+    @contextlib.contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Forget the leaves that were declared in the block if it raises before steps were written.
+
+        The open segment may have been packed by then, which changes no step.
+        """
+        with self.writing:
+            before = (self.schema, list(self._columns), dict(self._raw), self._opening)
+            num_writes = self._num_writes
+            try:
+                yield
+            except BaseException:
+                if self._num_writes == num_writes:
+                    with self.lock:
+                        self.schema, self._columns, self._raw, self._opening = before
+                raise
 
     # Slots
 
@@ -231,6 +255,8 @@ class Steps:
             publish: Called under the lock, together with the change.
         """
         with self.writing:
+            # First, so that nothing can fail once the steps are there.
+            self._tidy()
             self._leave_opening(slots, block)
             values = [(column, self._completed(column, slots, block)) for column in self._touched(block)]
             packed: list[tuple[Column, Slots, PackedSteps]] = []
@@ -246,8 +272,8 @@ class Steps:
                     for column, steps in values:
                         column.keep_open(steps, slots, slots - self._base)
                 self._write_raw(slots, block)
+                self._num_writes += 1
                 publish()
-            self._tidy()
 
     def _leave_opening(self, slots: Slots, block: Block) -> None:
         """Find out which leaves repeat if steps of a block do not go into the open segment, which is packed then."""
@@ -415,6 +441,11 @@ class Steps:
     def held_bytes(self) -> int:
         """The memory of everything that is packed, objects and tables of it included."""
         return sum(column.log.held_bytes for column in self._columns)
+
+    @property
+    def num_columns(self) -> int:
+        """How many columns there are."""
+        return len(self._columns)
 
     @property
     def open_bytes(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -160,9 +161,26 @@ class PackedEpisodeStorage(TorchRLContract):
             slots = ring.slots(cursor, batch.shape[0], self.num_times)
             if slots.shape != batch.shape:
                 raise ReplayError(f"{list(slots.shape)} slots for {list(batch.shape)} steps")
-            self._begin(batch, ring)
-            self._write(batch, slots, cursor, is_new=set_cursor, is_pointwise=is_pointwise)
+            with self._unchanged_on_error():
+                self._begin(batch, ring)
+                self._write(batch, slots, cursor, is_new=set_cursor, is_pointwise=is_pointwise)
         self.note_mutation()
+
+    @contextlib.contextmanager
+    def _unchanged_on_error(self) -> Iterator[None]:
+        """Forget what was declared in the block if it raises: there may be no memory to pack the steps, for instance."""
+        layout = self.layout
+        schema = self.steps.schema
+        was_initialized = self.initialized
+        try:
+            with self.steps.unchanged_on_error():
+                yield
+        except BaseException:
+            if not was_initialized:
+                self._forget()
+            elif self.steps.schema is schema:
+                self.layout = layout
+            raise
 
     def _set_block(self, cursor: Any, data: Any) -> None:
         """Change the steps that an index of several axes means, with slices among its parts."""
@@ -245,12 +263,18 @@ class PackedEpisodeStorage(TorchRLContract):
                 self._order.note_change(slots, is_whole=self.layout.required <= set(batch.tensors))
                 return
             self.objects.clear(slots, batch.objects)
+            is_first = self.newest < 0
             if is_pointwise:
                 self._order.note_scattered(slots)
             else:
                 self._order.note_times(slots[:, 0] // self.ring.width)
             self._set_last_cursor(cursor)
-            self._len = min(self._len + total, self.max_size)
+            before = self._len
+            self._len = min(before + total, self.max_size)
+            is_longer = self._len > before
+            # Other writes continue where the last one ended, or find all slots in use, so they leave none out.
+            if is_first or self.run_table.has_holes or (self.run_table.is_stale and is_longer):
+                self.run_table.find_holes(self.num_times)
 
         self.steps.write(slots, block, publish)
 
@@ -314,9 +338,6 @@ class PackedEpisodeStorage(TorchRLContract):
             if not slots.size:
                 return
             new = {key: tensor for key, tensor in tensors.items() if key not in known}
-            if new:
-                self.steps.declare(describe(new, slots.ndim, self.roles))
-            self.layout = self.layout.merged(Layout.of_keys([*new, *objects]))
             table, order = self.ring.ordered(slots)
             block = {}
             for key, tensor in tensors.items():
@@ -328,7 +349,11 @@ class PackedEpisodeStorage(TorchRLContract):
                 self.objects.write(slots, objects)
                 self._order.note_change(slots, is_whole=self.layout.required <= set(tensors))
 
-            self.steps.write(table, block, publish)
+            with self._unchanged_on_error():
+                if new:
+                    self.steps.declare(describe(new, slots.ndim, self.roles))
+                self.layout = self.layout.merged(Layout.of_keys([*new, *objects]))
+                self.steps.write(table, block, publish)
         self.note_mutation()
 
     # Reading

@@ -17,9 +17,10 @@ from tensordict import TensorDict
 from slipstream.errors import CorruptFileError, SlipstreamError, StateMismatchError
 from slipstream.replay.batch import Layout, stack_steps
 from slipstream.replay.indexing import RingShape
+from slipstream.replay.moments import writer_beside
 from slipstream.replay.objects import Objects
 from slipstream.replay.runs import UNUSED, Runs
-from slipstream.replay.saving import MALFORMED, Saved, from_state, load, reading, save, to_state
+from slipstream.replay.saving import MALFORMED, Belongs, Saved, from_state, load, reading, save, to_state
 from slipstream.replay.steps import Snapshot
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def packed_snapshot(storage: TorchRLContract) -> Snapshot:
             "streams": list(storage.ring.streams),
             "last_cursor": storage._last_cursor_index,
             "newest": storage.newest,
+            "writer": storage.writer_state,
         }
         arrays = dict(steps.arrays)
         if storage.initialized:
@@ -136,7 +138,19 @@ def save_storage(storage: TorchRLContract, path: Path) -> None:
             snapshot = storage_snapshot(storage)
             saved = storage.saved.get(key, Saved())
             folders = storage.saved
-        folders[key] = save(path, KIND, snapshot, saved)
+        folders[key] = save(path, KIND, snapshot, saved, belongs=_belongs(path))
+
+
+def _belongs(path: Path) -> Belongs | None:
+    """Return a function that tells which head is of the moment of the writer beside the folder, if there is one."""
+    writer = writer_beside(path)
+    if writer is None:
+        return None
+
+    def belongs(plain: Mapping[str, Any]) -> bool:
+        return bool(plain["storage"].get("writer") == writer)
+
+    return belongs
 
 
 def load_storage(storage: TorchRLContract, path: Path) -> list[int]:
@@ -147,7 +161,7 @@ def load_storage(storage: TorchRLContract, path: Path) -> list[int]:
         StateMismatchError: If it is of a storage of another size.
     """
     with reading(path):
-        loaded = load(path, KIND)
+        loaded = load(path, KIND, _belongs(path))
         lost = load_snapshot(storage, Snapshot(loaded.plain, loaded.arrays, loaded.segments))
     if not len(lost):
         storage.saved[str(path.absolute())] = loaded.saved
@@ -185,7 +199,7 @@ def load_packed(storage: TorchRLContract, snapshot: Snapshot, layout: Layout, ob
         runs.of[:] = snapshot.arrays["runs"].reshape(runs.of.shape)
         runs.follows[:] = snapshot.arrays["follows"].reshape(runs.of.shape)
         runs.is_stale = True
-        runs.has_holes = bool((runs.of[: -(-length // ring.width)] == UNUSED).any())
+        runs.find_holes(-(-length // ring.width))
         if not 0 <= length <= ring.num_slots or not -1 <= newest < ring.num_times:
             raise StateMismatchError(f"{length} steps in {ring.num_slots} slots, the newest at {newest}")
         if int(snapshot.plain["num_slots"]) != ring.num_slots:
