@@ -8,7 +8,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from slipstream import Container, CorruptFileError, RolloutError, UnsupportedStateError
 from slipstream.rollout.batch import build_batch, split_batch
-from slipstream.rollout.files import encode_rollout
+from slipstream.rollout.files import RolloutFile, encode_rollout
 from slipstream.rollout.layout import Layout, Rollout
 from slipstream.rollout.reading import read_fields
 
@@ -20,8 +20,8 @@ def there_and_back(batch, **part):
 
 
 def back(rollout: Rollout, keys=None, envs=None, steps=None):
-    container = Container("rollout", buffer=encode_rollout(rollout, 1, {}))
-    arrays = read_fields(rollout.layout, container, keys, envs, steps)
+    with RolloutFile(Container("rollout", buffer=encode_rollout(rollout, 1, {}))) as file:
+        arrays = file.read(keys, envs=envs, steps=steps)
     return build_batch(rollout.layout, arrays, envs=envs, steps=steps, complete=keys is None)
 
 
@@ -227,7 +227,7 @@ def test_a_stack_whose_parts_have_different_keys_is_refused(same):
 def test_a_wrong_mask_is_damage(make_rollout, mask):
     rollout = split_batch(make_rollout(40, 20))
     rollout.arrays["exceptions"] = mask.numpy()
-    with pytest.raises(CorruptFileError, match="next/agents/observation/state: the mask of exceptions is"):
+    with pytest.raises(CorruptFileError, match="next/agents/observation/state is stored in the array 'exceptions' of"):
         back(rollout)
 
 

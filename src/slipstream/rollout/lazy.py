@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from slipstream.rollout.layout import Field
 from slipstream.rollout.packed import PackedArrays
 from slipstream.schema.structure import contiguous_strides
-from slipstream.tensors import TORCH, tensor_of
+from slipstream.tensors import TORCH, tensor_of, untraced
 
 
 class PackedTensor:
@@ -234,6 +234,7 @@ class Leaves(MutableMapping[str, Any]):
     def __init__(self, members: dict[str, Any]) -> None:
         self.members = members
 
+    @untraced
     def __getitem__(self, name: str) -> Any:
         member = self.members[name]
         if isinstance(member, LazyTensor):

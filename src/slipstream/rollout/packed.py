@@ -214,6 +214,16 @@ class PackedArrays:
             total += array.nbytes
         return total
 
+    @property
+    def window(self) -> int:
+        """How many groups of environments to mix in minibatches, so that each is decoded about once."""
+        num_bytes = 0
+        for packed in self.packed.values():
+            num_bytes += packed.group_bytes
+        num_cached = self.cache.max_bytes // max(1, num_bytes)
+        # Fewer would hardly mix environments.
+        return max(2, num_cached, -(-4 // self.group))
+
     def read(self, fields: Sequence[Field], steps: NDArray[np.intp] | slice) -> list[NDArray[Any]]:
         """Read steps of some fields into new memory. Thread-safe.
 

@@ -6,7 +6,7 @@ there to both, while it is still in the processor's cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import CorruptFileError, RolloutError
-from slipstream.memory import fresh, machine_bytes
+from slipstream.memory import machine_bytes
 from slipstream.rollout.layout import Field, Key, Layout, resolve_slice
 from slipstream.store.container import Container
 from slipstream.trajectory import exception_rows, put_exceptions
@@ -38,58 +38,79 @@ def read_fields(
     """
     if envs is not None and not layout.time_dim:
         raise RolloutError(f"the rollout has the shape {list(layout.batch_size)}, without an axis for environments")
-    is_whole = envs is None
-    envs = resolve_slice(envs, layout.num_envs, "environments")
-    steps = resolve_slice(steps, layout.num_steps, "steps")
+    chosen_envs = resolve_slice(envs, layout.num_envs, "environments")
+    chosen_steps = resolve_slice(steps, layout.num_steps, "steps")
     fields = layout.select(keys)
-    _check_size(layout, fields, envs, steps)
-    shared: dict[str, list[_Target]] = {}
-    found: dict[Key, NDArray[Any]] = {}
-    plain: dict[str, None] = {}
-    for field in fields:
-        if not field.extra:
-            plain[field.array] = None
-            continue
-        target = _Target.of(field, envs, steps)
-        found[field.key] = target.out
-        shared.setdefault(field.array, []).append(target)
-    # The masks are read whole: which exceptions belong to some environments depends on those before them.
-    masks = dict.fromkeys(field.mask for field in fields if field.mask is not None)
-    small = container.read_many(masks)
-    if is_whole:
-        rows = dict.fromkeys(field.rows for field in fields if field.rows is not None)
-        # Decode all small arrays at once, so that they share the threads.
-        small |= container.read_many(plain | rows)
-    else:
-        for name in plain:
-            small[name] = container.read(name, envs)
-
-    def receive(name: str, part: NDArray[Any], index: tuple[slice, ...]) -> None:
-        for target in shared[name]:
-            target.put(part, index)
-
-    container.visit(shared, receive, envs)
-    for field in fields:
-        if not field.extra:
-            # Already contiguous if these are all steps.
-            found[field.key] = np.ascontiguousarray(small[field.array][:, steps])
-        if field.mask is None or field.rows is None:
-            continue
-        breaks = small[field.mask]
-        num_breaks = int(np.count_nonzero(breaks))
-        num_rows = container.entries[field.rows].shape[0]
-        if num_rows != num_breaks:
-            raise CorruptFileError(f"{field.name}: the mask marks {num_breaks} exceptions, but {num_rows} are stored")
-        if is_whole:
-            exceptions = small[field.rows]
-        else:
-            exceptions = container.read(field.rows, exception_rows(breaks, envs))
-        put_exceptions(found[field.key], breaks[envs], exceptions, steps)
+    _check_size(layout, fields, chosen_envs, chosen_steps)
+    reading = _Reading(layout, container, chosen_envs, chosen_steps)
+    found = reading.plain([field for field in fields if not field.extra])
+    found |= reading.shared([field for field in fields if field.extra])
     # In the order of the layout.
     return {field.key: found[field.key] for field in fields}
 
 
-def _check_size(layout: Layout, fields: Sequence[Field], envs: slice, steps: slice) -> None:
+class _Reading:
+    """Reads some environments and steps of fields."""
+
+    def __init__(self, layout: Layout, container: Container, envs: slice, steps: slice) -> None:
+        self._container = container
+        self._is_whole = envs == slice(0, layout.num_envs)
+        self._envs = envs
+        self._steps = steps
+
+    def plain(self, fields: Sequence[Field]) -> dict[Key, NDArray[Any]]:
+        """Read fields that have arrays of their own."""
+        arrays = self._read_all({field.array: self._envs for field in fields})
+        # Whole steps are contiguous already, and not copied.
+        return {field.key: np.ascontiguousarray(arrays[field.array][:, self._steps]) for field in fields}
+
+    def shared(self, fields: Sequence[Field]) -> dict[Key, NDArray[Any]]:
+        """Read fields whose arrays have one more step: observations that share an array with their ``next``."""
+        targets: dict[str, list[_Target]] = {}
+        found: dict[Key, NDArray[Any]] = {}
+        for field in fields:
+            target = _Target.of(field, self._envs, self._steps)
+            targets.setdefault(field.array, []).append(target)
+            found[field.key] = target.out
+
+        def receive(name: str, part: NDArray[Any], index: tuple[slice, ...]) -> None:
+            for target in targets[name]:
+                target.put(part, index)
+
+        self._container.visit(targets, receive, self._envs)
+        self._correct(fields, found)
+        return found
+
+    def _correct(self, fields: Sequence[Field], found: dict[Key, NDArray[Any]]) -> None:
+        """Replace what steps led to where it is an exception."""
+        # The masks are read whole: which exceptions belong to some environments depends on those before them.
+        masks = self._container.read_many(dict.fromkeys(field.mask for field in fields if field.mask is not None))
+        chosen: dict[str, slice] = {}
+        for field in fields:
+            if field.mask is None or field.rows is None:
+                continue
+            breaks = masks[field.mask]
+            num_breaks = int(np.count_nonzero(breaks))
+            num_rows = self._container.entries[field.rows].shape[0]
+            if num_rows != num_breaks:
+                raise CorruptFileError(
+                    f"{field.name}: the mask marks {num_breaks} exceptions, but {num_rows} are stored"
+                )
+            chosen[field.rows] = exception_rows(breaks, self._envs)
+        rows = self._read_all(chosen)
+        for field in fields:
+            if field.mask is not None and field.rows is not None:
+                breaks = masks[field.mask][self._envs]
+                put_exceptions(found[field.key], breaks, rows[field.rows], self._steps)
+
+    def _read_all(self, chosen: dict[str, slice]) -> dict[str, NDArray[Any]]:
+        """Read some rows of arrays; if these are all, decode the arrays together, so that they share the threads."""
+        if self._is_whole:
+            return self._container.read_many(chosen)
+        return {name: self._container.read(name, rows) for name, rows in chosen.items()}
+
+
+def _check_size(layout: Layout, fields: Iterable[Field], envs: slice, steps: slice) -> None:
     """Raise `CorruptFileError` if the tensors do not fit into this machine: a forged file may claim anything."""
     num_bytes = 0
     for field in fields:
@@ -119,24 +140,18 @@ class _Target:
     def of(cls, field: Field, envs: slice, steps: slice) -> _Target:
         """Allocate memory for some environments and steps of a field."""
         shape = (envs.stop - envs.start, steps.stop - steps.start, *field.shape)
-        dtype = field.dtype.carrier
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        out = fresh(num_bytes).view(dtype).reshape(shape)
-        return cls(out, envs, slice(steps.start + field.lead, steps.stop + field.lead))
+        # What a step led to is one step later in the array.
+        shown = slice(steps.start + field.lead, steps.stop + field.lead)
+        return cls(np.empty(shape, field.dtype.carrier), envs, shown)
 
     def put(self, part: NDArray[Any], index: tuple[slice, ...]) -> None:
-        """Copy what it shows of a chunk of the array."""
-        of_envs = _overlap(index[0], self.envs)
-        of_steps = _overlap(index[1], self.steps)
-        target = self.out[_shift(of_envs, self.envs), _shift(of_steps, self.steps)]
-        target[(slice(None), slice(None), *index[2:])] = part[_shift(of_envs, index[0]), _shift(of_steps, index[1])]
-
-
-def _overlap(one: slice, other: slice) -> slice:
-    start = max(one.start, other.start)
-    return slice(start, max(start, min(one.stop, other.stop)))
-
-
-def _shift(part: slice, whole: slice) -> slice:
-    """Return a part of an axis as an index into another part that contains it."""
-    return slice(part.start - whole.start, part.stop - whole.start)
+        """Copy what it shows of a chunk of the array; `index` says where in the array the chunk is."""
+        source = []
+        target = []
+        for place, shown in zip(index, (self.envs, self.steps), strict=False):
+            start = max(place.start, shown.start)
+            stop = max(start, min(place.stop, shown.stop))
+            source.append(slice(start - place.start, stop - place.start))
+            target.append(slice(start - shown.start, stop - shown.start))
+        # A chunk may hold only a part of a step.
+        self.out[(*target, *index[2:])] = part[tuple(source)]
