@@ -1,4 +1,4 @@
-"""Compare this checkout with another one: a process for each, measured in turns, so that a busy machine slows both alike."""
+"""Compare this checkout with another one: a process for each, in turns, so that a busy machine slows both alike."""
 
 from __future__ import annotations
 

@@ -17,10 +17,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -34,8 +31,8 @@ import lz4.frame
 import numpy as np
 import torch
 import zstandard
-from numpy.typing import NDArray
 from checkouts import Checkout, alternate, interval
+from numpy.typing import NDArray
 from page import machine, write_section
 
 from slipstream.codecs import Codec, Lz4, Planes, Timewise, choose_codec

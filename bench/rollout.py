@@ -41,8 +41,8 @@ import lz4.frame
 import numpy as np
 import torch
 import zstandard
-from numpy.typing import NDArray
 from checkouts import Checkout, alternate, interval
+from numpy.typing import NDArray
 from page import machine, write_section
 from tensordict import TensorDict
 

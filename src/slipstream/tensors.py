@@ -9,11 +9,9 @@ as they were.
 from __future__ import annotations
 
 import ctypes
-import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +23,6 @@ from slipstream.schema.structure import contiguous_strides
 from slipstream.schema.values import TorchValues
 from slipstream.spans import Span, find_groups, gather, span_of
 from slipstream.text import install_hint
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _HOST = torch.device("cpu")
 _ALIGNMENT = 64
@@ -48,28 +44,6 @@ for _name, _info in DTYPES.items():
     if hasattr(torch, _name):
         _TORCH_DTYPES[_name] = getattr(torch, _name)
         _INFO[_TORCH_DTYPES[_name]] = _info
-
-
-def untraced(function: F) -> F:
-    """Make a function that `torch.compile` calls instead of tracing into it: codecs and locks cannot be traced.
-
-    Like ``torch.compiler.disable``, which takes seconds to import the compiler even if nothing is compiled.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Nothing is compiled in a process that has not imported the compiler.
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        return _disable(function)(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
-
-
-@functools.cache
-def _disable(function: Callable[..., Any]) -> Callable[..., Any]:
-    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
 
 
 def import_tensordict() -> Any:

@@ -178,7 +178,8 @@ def gather_steps(whole: NDArray[Any], envs: NDArray[np.intp], steps: NDArray[np.
     """Return scattered steps of contiguous ``[environments, steps, ...]``; faster than ``whole[envs, steps]``."""
     num_envs, num_steps, *row_shape = whole.shape
     flat = whole.reshape(num_envs * num_steps, *row_shape)
-    return flat.take(envs * num_steps + steps, axis=0)
+    rows: NDArray[Any] = flat.take(envs * num_steps + steps, axis=0)
+    return rows
 
 
 def gather_next(

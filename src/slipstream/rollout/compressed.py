@@ -19,6 +19,7 @@ import torch
 
 from slipstream.batches import build
 from slipstream.checks import require_count
+from slipstream.compiling import untraced
 from slipstream.errors import RolloutError
 from slipstream.rollout.batch import add_nodes, split_batch
 from slipstream.rollout.files import zstd_level
@@ -26,7 +27,7 @@ from slipstream.rollout.layout import Key
 from slipstream.rollout.lazy import LazyTensor, Leaves, PackedTensor, read_together
 from slipstream.rollout.minibatches import grouped_indices
 from slipstream.rollout.packed import Codecs, PackedArrays
-from slipstream.tensors import import_tensordict, untraced
+from slipstream.tensors import import_tensordict
 
 # Before the import below, so that the error names the extra if it is not installed.
 import_tensordict()
@@ -36,6 +37,7 @@ from slipstream.rollout.methods import may_write, replace_methods  # noqa: E402
 from slipstream.rollout.views import (  # noqa: E402
     Placeholders,
     as_view_index,
+    clone_member,
     flat_members,
     is_packed,
     lazy_members,
@@ -43,6 +45,7 @@ from slipstream.rollout.views import (  # noqa: E402
     names_of,
     new_plain,
     rebuild,
+    share_member,
     take,
 )
 
@@ -212,8 +215,7 @@ class CompressedTensorDict(TensorDict):  # type: ignore[misc]
             num_steps = self.batch_size[-1]
         num_envs = self.numel() // max(1, num_steps)
         group = self._content.group
-        if window is None:
-            window = self._content.window
+        window = window or self._content.window
         for index in grouped_indices(num_envs, num_steps, num_minibatches, group, window, generator):
             yield flat[index]
 
@@ -299,8 +301,8 @@ class CompressedTensorDict(TensorDict):  # type: ignore[misc]
 
     def _clone(self, recurse: bool = True) -> CompressedTensorDict:
         if recurse:
-            return self._replaced(_clone_member, self.device)
-        return self._replaced(_share_member, self.device)
+            return self._replaced(clone_member, self.device)
+        return self._replaced(share_member, self.device)
 
     @untraced
     def _replaced(self, replace: Callable[[Any], Any], device: torch.device | None) -> CompressedTensorDict:
@@ -390,17 +392,6 @@ class CompressedTensorDict(TensorDict):  # type: ignore[misc]
         if isinstance(out, CompressedTensorDict):
             out.unpack()
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def _clone_member(member: Any) -> Any:
-    return member.clone()
-
-
-def _share_member(member: Any) -> Any:
-    # As TensorDict does: nested TensorDicts are copied, tensors are shared.
-    if isinstance(member, TensorDict):
-        return member.copy()
-    return member
 
 
 replace_methods(CompressedTensorDict, TensorDict)

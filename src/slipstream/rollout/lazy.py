@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.compiling import untraced
 from slipstream.rollout.layout import Field
 from slipstream.rollout.packed import PackedArrays
 from slipstream.schema.structure import contiguous_strides
-from slipstream.tensors import TORCH, tensor_of, untraced
+from slipstream.tensors import TORCH, tensor_of
 
 
 class PackedTensor:

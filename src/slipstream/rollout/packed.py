@@ -6,9 +6,8 @@ copied as slices, scattered steps by fancy indexing, which takes about twice as 
 
 from __future__ import annotations
 
+import itertools
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,9 @@ from numpy.typing import NDArray
 from slipstream.codecs import Codec
 from slipstream.memory import scratch, scratch_scope
 from slipstream.rollout.files import codec_for
+from slipstream.rollout.groups import GroupCache, PackedArray
 from slipstream.rollout.layout import Field, Key, Layout, Rollout, as_key
-from slipstream.store.writer import check_payload
-from slipstream.threads import parallel_each, parallel_map
+from slipstream.threads import parallel_each
 from slipstream.trajectory import copy_next, exception_numbers, gather_next, gather_steps
 
 # Size of a group of the largest array: reading a single step decodes that much. Groups of half the size take a quarter
@@ -34,99 +33,6 @@ _SMALL = 1 / 32
 
 Codecs = dict[str, Codec | None]
 """How the arrays of an earlier batch were packed, by name; None for arrays that were not worth packing."""
-
-
-@dataclass(frozen=True)
-class PackedArray:
-    """An array ``[environment, step, ...]``, encoded in groups of environments."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    group: int
-    codec: Codec
-    payloads: tuple[bytes, ...]
-
-    @classmethod
-    def of(cls, name: str, array: NDArray[Any], codec: Codec, group: int, *, verify: bool) -> PackedArray:
-        """Encode an array; `verify` decodes every group again and raises `CodecError` if a bit differs."""
-
-        def encode(start: int) -> bytes:
-            part = array[start : start + group]
-            payload = codec.encode(part)
-            if verify:
-                check_payload(name, codec, payload, part)
-            return payload
-
-        starts = range(0, len(array), group)
-        return cls(array.dtype, array.shape, group, codec, tuple(parallel_map(encode, starts)))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the encoded groups."""
-        return sum(map(len, self.payloads))
-
-    @property
-    def group_bytes(self) -> int:
-        """Size of a decoded group; the last one may be smaller."""
-        return self.group * math.prod(self.shape[1:]) * self.dtype.itemsize
-
-    def shape_of(self, number: int) -> tuple[int, ...]:
-        """Return the shape of a decoded group."""
-        num_envs = min(self.group, self.shape[0] - number * self.group)
-        return (num_envs, *self.shape[1:])
-
-    def decode(self, number: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Return the environments of a group: in `out`, or else in new memory."""
-        if out is None:
-            out = np.empty(self.shape_of(number), self.dtype)
-        self.codec.decode(self.payloads[number], out)
-        return out
-
-
-class GroupCache:
-    """An LRU cache of decoded groups, bounded in bytes. Thread-safe; a pickled cache is loaded empty."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.hits = 0
-        self.misses = 0
-        self._groups: OrderedDict[tuple[str, int], NDArray[Any]] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def find(self, name: str, number: int) -> NDArray[Any] | None:
-        """Return a group of an array if it is here. The caller must not change it."""
-        with self._lock:
-            found = self._groups.get((name, number))
-            if found is None:
-                self.misses += 1
-                return None
-            self._groups.move_to_end((name, number))
-            self.hits += 1
-            return found
-
-    def get(self, name: str, packed: PackedArray, number: int) -> NDArray[Any]:
-        """Return a group of an array, decoded now or earlier. The caller must not change it."""
-        found = self.find(name, number)
-        if found is not None:
-            return found
-        # Decode without the lock. Two threads may decode the same group; the first result is kept.
-        array = packed.decode(number)
-        with self._lock:
-            if array.nbytes <= self.max_bytes and (name, number) not in self._groups:
-                self._groups[name, number] = array
-                self._bytes += array.nbytes
-                while self._bytes > self.max_bytes:
-                    self._bytes -= self._groups.popitem(last=False)[1].nbytes
-        return array
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the decoded groups."""
-        return self._bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return GroupCache, (self.max_bytes,)
 
 
 @dataclass(frozen=True)
@@ -247,10 +153,7 @@ class PackedArrays:
 
         def fill(job: tuple[str, _Pick]) -> None:
             name, pick = job
-            if name in self.packed:
-                whole = self.cache.get(name, self.packed[name], pick.group)
-            else:
-                whole = self.raw[name]
+            whole = self._whole(name, pick)
             for field, out in targets[name]:
                 if field.mask is None or field.rows is None:
                     out[pick.position] = gather_steps(whole, pick.env, pick.step)
@@ -259,11 +162,11 @@ class PackedArrays:
                 out[pick.position] = gather_next(whole, breaks, self.raw[field.rows], pick.env, pick.step)
 
         everything = _Pick.all(numbers, self.layout)
-        jobs = []
+        jobs: list[tuple[str, _Pick]] = []
         picks = _picks(everything, self.group)
         for name in targets:
             if name in self.packed:
-                jobs += [(name, pick) for pick in picks]
+                jobs += zip(itertools.repeat(name), picks, strict=False)
             else:
                 # Raw arrays need no groups: gather all steps at once.
                 fill((name, everything))
@@ -299,11 +202,11 @@ class PackedArrays:
         numbers = range(envs.start // self.group, -(-envs.stop // self.group))
         if not num_envs:
             numbers = range(0)
-        jobs = []
+        jobs: list[tuple[str, int]] = []
         num_bytes = 0
         for name in targets:
             if name in self.packed:
-                jobs += [(name, number) for number in numbers]
+                jobs += zip(itertools.repeat(name), numbers, strict=False)
                 num_bytes += len(numbers) * self.packed[name].group_bytes
             else:
                 copy(name, self.raw[name][envs], envs.start)
@@ -314,6 +217,12 @@ class PackedArrays:
         for field, out in zip(fields, outs, strict=True):
             flat.append(out.reshape(num_envs * num_steps, *field.shape))
         return flat
+
+    def _whole(self, name: str, pick: _Pick) -> NDArray[Any]:
+        """Return the environments of an array that a pick refers to."""
+        if name in self.raw:
+            return self.raw[name]
+        return self.cache.get(name, self.packed[name], pick.group)
 
     def _decode(self, name: str, number: int, *, keep: bool) -> NDArray[Any]:
         """Return a group of a packed array; unless it is to be kept in the cache, in memory of this scratch scope."""

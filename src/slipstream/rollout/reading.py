@@ -43,8 +43,8 @@ def read_fields(
     fields = layout.select(keys)
     _check_size(layout, fields, chosen_envs, chosen_steps)
     reading = _Reading(layout, container, chosen_envs, chosen_steps)
-    found = reading.plain([field for field in fields if not field.extra])
-    found |= reading.shared([field for field in fields if field.extra])
+    found = reading.plain(fields)
+    found |= reading.shared(fields)
     # In the order of the layout.
     return {field.key: found[field.key] for field in fields}
 
@@ -59,19 +59,28 @@ class _Reading:
         self._steps = steps
 
     def plain(self, fields: Sequence[Field]) -> dict[Key, NDArray[Any]]:
-        """Read fields that have arrays of their own."""
-        arrays = self._read_all({field.array: self._envs for field in fields})
-        # Whole steps are contiguous already, and not copied.
-        return {field.key: np.ascontiguousarray(arrays[field.array][:, self._steps]) for field in fields}
+        """Read fields that share no array."""
+        chosen: dict[str, slice] = {}
+        for field in fields:
+            if not field.extra:
+                chosen[field.array] = self._envs
+        arrays = self._read_all(chosen)
+        found: dict[Key, NDArray[Any]] = {}
+        for field in fields:
+            if not field.extra:
+                # Whole steps are contiguous already, and not copied.
+                found[field.key] = np.ascontiguousarray(arrays[field.array][:, self._steps])
+        return found
 
     def shared(self, fields: Sequence[Field]) -> dict[Key, NDArray[Any]]:
         """Read fields whose arrays have one more step: observations that share an array with their ``next``."""
         targets: dict[str, list[_Target]] = {}
         found: dict[Key, NDArray[Any]] = {}
         for field in fields:
-            target = _Target.of(field, self._envs, self._steps)
-            targets.setdefault(field.array, []).append(target)
-            found[field.key] = target.out
+            if field.extra:
+                target = _Target.of(field, self._envs, self._steps)
+                targets.setdefault(field.array, []).append(target)
+                found[field.key] = target.out
 
         def receive(name: str, part: NDArray[Any], index: tuple[slice, ...]) -> None:
             for target in targets[name]:
@@ -84,11 +93,14 @@ class _Reading:
     def _correct(self, fields: Sequence[Field], found: dict[Key, NDArray[Any]]) -> None:
         """Replace what steps led to where it is an exception."""
         # The masks are read whole: which exceptions belong to some environments depends on those before them.
-        masks = self._container.read_many(dict.fromkeys(field.mask for field in fields if field.mask is not None))
+        masks: dict[str, NDArray[Any]] = {}
         chosen: dict[str, slice] = {}
         for field in fields:
             if field.mask is None or field.rows is None:
                 continue
+            # Episodes end for all observations at once, so most share a mask.
+            if field.mask not in masks:
+                masks[field.mask] = self._container.read(field.mask)
             breaks = masks[field.mask]
             num_breaks = int(np.count_nonzero(breaks))
             num_rows = self._container.entries[field.rows].shape[0]
