@@ -17,10 +17,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +31,7 @@ import lz4.frame
 import numpy as np
 import torch
 import zstandard
+from checkouts import Checkout, alternate, interval
 from numpy.typing import NDArray
 from page import machine, write_section
 
@@ -289,42 +287,6 @@ COMPARED = {
 """Which codecs are compared on which arrays."""
 
 
-class Checkout:
-    """A process that measures the codecs of one checkout."""
-
-    def __init__(self, source: Path, folder: Path) -> None:
-        worker = Path(__file__).with_name("codec_worker.py")
-        self._process = subprocess.Popen(
-            [sys.executable, worker, folder],
-            env={**os.environ, "PYTHONPATH": str(source / "src")},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def measure(self, codec_name: str, array_name: str) -> dict[str, Any]:
-        """Encode and decode an array once."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{codec_name} {array_name}\n")
-        self._process.stdin.flush()
-        measured: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return measured
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median of ratios and its bootstrap 95 % confidence interval."""
-    values = np.asarray(ratios)
-    picks = np.random.default_rng(0).integers(0, len(values), (2000, len(values)))
-    medians = np.median(values[picks], axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return float(np.median(values)), float(low), float(high)
-
-
 def compare(other: Path, *, quick: bool) -> str:
     """Measure this checkout and another one in turns; returns a Markdown table of ratios of CPU time."""
     num_rounds = 15 if quick else 40
@@ -335,8 +297,9 @@ def compare(other: Path, *, quick: bool) -> str:
             np.save(folder / f"{array_name}.npy", array)
             if reference is not None:
                 np.save(folder / f"{array_name}.reference.npy", reference)
-        new = Checkout(Path(__file__).parents[1], folder)
-        old = Checkout(other, folder)
+        worker = Path(__file__).with_name("codec_worker.py")
+        new = Checkout(Path(__file__).parents[1], worker, folder)
+        old = Checkout(other, worker, folder)
         for codec_name, array_names in COMPARED.items():
             for array_name in array_names:
                 lines.append(compare_case(new, old, codec_name, array_name, num_rounds))
@@ -348,23 +311,13 @@ def compare(other: Path, *, quick: bool) -> str:
 
 def compare_case(new: Checkout, old: Checkout, codec_name: str, array_name: str, num_rounds: int) -> str:
     """Measure one codec on one array and return a row of the table."""
-    ratios: dict[str, list[float]] = {"encode": [], "decode": []}
-    for number in range(num_rounds + 1):
-        # Who goes first alternates: the second one finds warmer caches.
-        if number % 2:
-            ours = new.measure(codec_name, array_name)
-            theirs = old.measure(codec_name, array_name)
-        else:
-            theirs = old.measure(codec_name, array_name)
-            ours = new.measure(codec_name, array_name)
-        # The first round warms memory and caches.
-        if number:
-            for direction, values in ratios.items():
-                values.append(ours[direction] / theirs[direction])
+    pairs = alternate(new, old, f"{codec_name} {array_name}", num_rounds)
     cells = []
-    for values in ratios.values():
-        median, low, high = interval(values)
+    for direction in ("encode", "decode"):
+        ratios = [ours[direction] / theirs[direction] for ours, theirs in pairs]
+        median, low, high = interval(ratios)
         cells.append(f"{median:.3f} ({low:.3f} to {high:.3f})")
+    ours, theirs = pairs[-1]
     same = "yes" if ours["digest"] == theirs["digest"] else "**no**"
     return f"| {codec_name} | {array_name} | {same} | {cells[0]} | {cells[1]} |"
 

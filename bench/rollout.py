@@ -3,6 +3,7 @@
     python bench/rollout.py                              # print the tables
     python bench/rollout.py --quick                      # one rollout, one epoch
     python bench/rollout.py --write docs/benchmarks.md   # and put them into the page, between its markers
+    python bench/rollout.py --against ../other           # compare with a checkout of another commit
 
 The rollouts are those of the embedded simulator, 1024 drones for 32 steps after a flight of some seconds, with
 everything that TorchRL's collector puts into a batch: in the faithful setting (quadrotor, 16 ms a step) and in the
@@ -10,6 +11,9 @@ quick one (first-order lag, 100 ms), with a policy that wanders and with one tha
 what its LiDAR sees. Ratios are of all tensors, ``next`` included. Times are CPU seconds of the whole process on one
 thread, the best of a few repetitions; each contender runs in a process of its own, whose peak memory is that beyond
 what the batch takes. Whatever does not give back the same bits is an error. A peer that is not installed is left out.
+
+``--against`` measures both checkouts in turns, in two processes, on one thread and on all of them. It prints how many
+times as fast this one is (the median of the rounds and its 95 % confidence interval), and how large its results are.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ import lz4.frame
 import numpy as np
 import torch
 import zstandard
+from checkouts import Checkout, alternate, interval
 from numpy.typing import NDArray
 from page import machine, write_section
 from tensordict import TensorDict
@@ -107,6 +112,12 @@ def collect(preset: str, policy: Callable[[TensorDict], torch.Tensor], warm_up: 
             warm_up -= 64
         batch = env.rollout(STEPS, act, tensordict=state, auto_reset=False, break_when_any_done=False)
     return batch.contiguous()
+
+
+SETTINGS = [("faithful", fly, 640), ("faithful", wander, 640), ("quick", fly, 128), ("quick", wander, 128)]
+"""The simulator's preset, the policy, and how many steps it flies before the rollout."""
+OPERATIONS = ("save", "save_next", "load", "compress", "collect", "decompress")
+"""What ``--against`` measures; see ``rollout_worker.py``."""
 
 
 def arrays_of(batch: TensorDict) -> Arrays:
@@ -347,7 +358,7 @@ def iteration(batch: TensorDict, epochs: int, source: Callable[[TensorDict], Any
     losses = []
     for epoch in range(epochs):
         generator = torch.Generator().manual_seed(epoch)
-        for index in grouped_indices(ENVS, STEPS, 16, 27, 4, generator):
+        for index in grouped_indices(ENVS, STEPS, 16, 55, 2, generator):
             losses += [learner.learn(flat[index])]
     return time.perf_counter() - start, losses
 
@@ -401,9 +412,8 @@ def run(*, quick: bool) -> str:
     """Measure everything and return the report."""
     left_out: list[str] = []
     parts = [machine(("numpy", "torch", *PEERS))]
-    settings = [("faithful", fly, 640), ("faithful", wander, 640), ("quick", fly, 128), ("quick", wander, 128)]
     batch = None
-    for preset, policy, warm_up in settings[2:3] if quick else settings:
+    for preset, policy, warm_up in SETTINGS[2:3] if quick else SETTINGS:
         batch = collect(preset, policy, warm_up)
         who = "a policy that flies to its goal" if policy is fly else "a policy that wanders"
         parts.append(table(f"{preset.capitalize()} simulator, {who}", batch, 2 if quick else 8, left_out))
@@ -415,12 +425,44 @@ def run(*, quick: bool) -> str:
     return "\n\n".join(parts)
 
 
+def compare(other: Path, *, quick: bool) -> None:
+    """Measure this checkout and another one in turns; prints a Markdown table of ratios of CPU time."""
+    num_rounds = 9 if quick else 25
+    settings = SETTINGS[2:3] if quick else SETTINGS
+    worker = Path(__file__).with_name("rollout_worker.py")
+    print("| rollout | threads | operation | ms | times as fast as the other | size, of the other's |")
+    print("|---|---:|---|---:|---:|---:|")
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=in_memory) as name:
+        folder = Path(name)
+        for preset, policy, warm_up in settings:
+            path = folder / "batch.pt"
+            torch.save(collect(preset, policy, warm_up), path)
+            for threads in (1, len(os.sched_getaffinity(0))):
+                new = Checkout(Path(__file__).parents[1], worker, path, folder, threads)
+                old = Checkout(other, worker, path, folder, threads)
+                for operation in OPERATIONS:
+                    pairs = alternate(new, old, operation, num_rounds)
+                    speed, low, high = interval([theirs["seconds"] / ours["seconds"] for ours, theirs in pairs])
+                    best_ms = 1e3 * min(ours["seconds"] for ours, _ in pairs)
+                    ours, theirs = pairs[-1]
+                    size = f"{ours['bytes'] / theirs['bytes']:.4f}" if theirs["bytes"] else ""
+                    what = f"| {preset}, {policy.__name__} | {threads} | {operation} | {best_ms:.1f} "
+                    print(f"{what}| {speed:.2f} ({low:.2f} to {high:.2f}) | {size} |", flush=True)
+                new.close()
+                old.close()
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one rollout, few repetitions")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the report into a page, between its markers")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with a checkout of another commit")
     arguments = parser.parse_args()
+    if arguments.against:
+        compare(arguments.against, quick=arguments.quick)
+        return
     report = run(quick=arguments.quick)
     print(report)
     if arguments.write:

@@ -26,7 +26,7 @@ LAYERS = [
     {"schema"},
     {"trajectory"},
     {"spans"},
-    {"tensors"},
+    {"compiling", "tensors"},
     {"batches"},
     {"checkpoint", "datasets", "replay", "rollout"},
     {"adapters", "collect"},
@@ -39,7 +39,7 @@ LAYERS = [
 TORCH_FREE = {"errors", "checks", "floats", "text", "threads", "memory", "codecs", "store", "schema", "trajectory"}
 TORCH_FREE |= {f"checkpoint.{name}" for name in ("archive", "delta", "folder", "formats", "inspect", "layout")}
 TORCH_FREE |= {f"checkpoint.{name}" for name in ("reader", "retention", "verify")}
-TORCH_FREE |= {"rollout.files", "rollout.layout", "report", "cli", "__main__"}
+TORCH_FREE |= {"rollout.files", "rollout.layout", "rollout.reading", "report", "cli", "__main__"}
 
 
 def modules() -> list[Path]:

@@ -139,10 +139,22 @@ class SharedNext:
         """Return what some consecutive steps led to, in new memory."""
         start, stop, _ = steps.indices(self.num_steps)
         values = self.whole[:, start + 1 : max(start, stop) + 1].copy()
-        envs, places = np.nonzero(self.breaks)
-        is_inside = (start <= places) & (places < stop)
-        values[envs[is_inside], places[is_inside] - start] = self.exceptions[is_inside]
+        put_exceptions(values, self.breaks, self.exceptions, slice(start, stop))
         return values
+
+
+def put_exceptions(values: NDArray[Any], breaks: NDArray[np.bool_], exceptions: NDArray[Any], steps: slice) -> None:
+    """Replace what consecutive steps seem to have led to where it is an exception.
+
+    Args:
+        values: ``[environment, step, ...]``: for each step the following one, of all environments of `breaks`.
+        breaks: As in `SharedNext`.
+        exceptions: As in `SharedNext`.
+        steps: Which steps `values` has.
+    """
+    envs, places = np.nonzero(breaks)
+    is_inside = (steps.start <= places) & (places < steps.stop)
+    values[envs[is_inside], places[is_inside] - steps.start] = exceptions[is_inside]
 
 
 def exception_rows(breaks: NDArray[np.bool_], envs: slice) -> slice:
@@ -162,6 +174,14 @@ def exception_numbers(breaks: NDArray[np.bool_]) -> NDArray[np.int32]:
     return numbers
 
 
+def gather_steps(whole: NDArray[Any], envs: NDArray[np.intp], steps: NDArray[np.intp]) -> NDArray[Any]:
+    """Return scattered steps of contiguous ``[environments, steps, ...]``; faster than ``whole[envs, steps]``."""
+    num_envs, num_steps, *row_shape = whole.shape
+    flat = whole.reshape(num_envs * num_steps, *row_shape)
+    rows: NDArray[Any] = flat.take(envs * num_steps + steps, axis=0)
+    return rows
+
+
 def gather_next(
     whole: NDArray[Any],
     numbers: NDArray[np.int32],
@@ -178,7 +198,7 @@ def gather_next(
         envs: The environment of each step, as an index into `whole`.
         steps: The number of each step.
     """
-    values = whole[envs, steps + 1]
+    values = gather_steps(whole, envs, steps + 1)
     rows = numbers[envs, steps]
     # Most minibatches touch few exceptions, or none.
     places = np.flatnonzero(rows >= 0)

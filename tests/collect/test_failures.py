@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream import PipelinedDataCollector
+from slipstream import CompressedDataCollector, PipelinedDataCollector
 from slipstream.collect.policy import hook_randomness
 from slipstream.collect.randomness import PrivateRandomness
 from slipstream.errors import BackgroundError, ConfigurationError, StateMismatchError
@@ -393,3 +393,12 @@ def test_a_policy_without_weights_collects():
     base.policy = nn.Identity()  # type: ignore[assignment]
     base.policy.weight = torch.zeros(4)  # type: ignore[assignment]
     assert len(list(PipelinedDataCollector(base, "cpu", 2))) == 3
+
+
+def test_a_wrapper_whose_policy_cannot_be_replaced_is_refused():
+    """Otherwise it would collect with the policy that is trained, while it is trained."""
+    policy = uniform_policy()
+    base = make_base(policy)
+    with pytest.raises(ConfigurationError, match=r"CompressedDataCollector\(PipelinedDataCollector"):
+        PipelinedDataCollector(CompressedDataCollector(base), prefetch_count=1)
+    base.shutdown()

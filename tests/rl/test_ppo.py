@@ -147,7 +147,7 @@ def test_a_compressed_rollout_trains_bit_for_bit_the_same(policy, rollout):
 def test_minibatches_may_come_from_outside(policy, rollout):
     def own(batch):
         flat = batch.reshape(-1)
-        for index in grouped_indices(8, 6, 3, 2, generator=torch.Generator().manual_seed(4)):
+        for index in grouped_indices(8, 6, 3, 2, window=3, generator=torch.Generator().manual_seed(4)):
             yield flat[index]
 
     results = []
@@ -156,7 +156,7 @@ def test_minibatches_may_come_from_outside(policy, rollout):
         batch = rollout(ppo.policy)
         if is_packed:
             packed = CompressedTensorDict(batch, group_envs=2)
-            ppo.update(packed, lambda some: some.minibatches(3, generator=torch.Generator().manual_seed(4)))
+            ppo.update(packed, lambda some: some.minibatches(3, window=3, generator=torch.Generator().manual_seed(4)))
         else:
             ppo.update(batch, own)
         results.append(weights(ppo))

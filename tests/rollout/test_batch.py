@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from slipstream import CorruptFileError, RolloutError, UnsupportedStateError
+from slipstream import Container, CorruptFileError, RolloutError, UnsupportedStateError
 from slipstream.rollout.batch import build_batch, split_batch
-from slipstream.rollout.files import read_fields
+from slipstream.rollout.files import RolloutFile, encode_rollout
 from slipstream.rollout.layout import Layout, Rollout
+from slipstream.rollout.reading import read_fields
 
 
 def there_and_back(batch, **part):
@@ -19,10 +20,8 @@ def there_and_back(batch, **part):
 
 
 def back(rollout: Rollout, keys=None, envs=None, steps=None):
-    def read(name, rows):
-        return rollout.arrays[name][rows].copy()
-
-    arrays = read_fields(rollout.layout, read, keys, envs, steps)
+    with RolloutFile(Container("rollout", buffer=encode_rollout(rollout, 1, {}))) as file:
+        arrays = file.read(keys, envs=envs, steps=steps)
     return build_batch(rollout.layout, arrays, envs=envs, steps=steps, complete=keys is None)
 
 
@@ -120,14 +119,16 @@ def test_any_part_of_any_rollout_is_that_part_of_the_whole(sizes, inner, ends, s
 def test_only_the_arrays_of_the_keys_are_read(make_rollout):
     batch = make_rollout()
     rollout = split_batch(batch)
-    asked = set()
-
-    def read(name, rows):
-        asked.add(name)
-        return rollout.arrays[name][rows]
-
-    found = read_fields(rollout.layout, read, [("agents", "observation", "lidar"), "action"])
-    assert asked == {"agents/observation/lidar", "action"}
+    content = bytearray(encode_rollout(rollout, 1, {}))
+    # All other arrays are damaged, so that reading them would raise.
+    for name, entry in Container("rollout", buffer=bytes(content)).entries.items():
+        for chunk in entry.chunks:
+            if name not in ("agents/observation/lidar", "action"):
+                content[chunk.offset] ^= 1
+    container = Container("rollout", buffer=content)
+    found = read_fields(rollout.layout, container, [("agents", "observation", "lidar"), "action"])
+    with pytest.raises(CorruptFileError, match="checksum"):
+        read_fields(rollout.layout, container)
     assert set(found) == {("agents", "observation", "lidar"), ("action",)}
     part = back(rollout, [("agents", "observation", "lidar"), "action"])
     assert set(part.keys(True, True)) == {("agents", "observation", "lidar"), "action"}
@@ -226,7 +227,7 @@ def test_a_stack_whose_parts_have_different_keys_is_refused(same):
 def test_a_wrong_mask_is_damage(make_rollout, mask):
     rollout = split_batch(make_rollout(40, 20))
     rollout.arrays["exceptions"] = mask.numpy()
-    with pytest.raises(CorruptFileError, match="next/agents/observation/state: the mask of exceptions is"):
+    with pytest.raises(CorruptFileError, match="next/agents/observation/state is stored in the array 'exceptions' of"):
         back(rollout)
 
 

@@ -194,3 +194,8 @@ def test_the_example_of_the_guide_runs():
     names: dict[str, Any] = {}
     exec(example, names)
     assert names["received"].batch_size == (8, 32)
+
+
+def test_none_is_not_bytes():
+    with pytest.raises(TypeError, match="the buffer is None, expected bytes"):
+        unpack_rollout(None)  # type: ignore[arg-type]

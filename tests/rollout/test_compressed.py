@@ -67,8 +67,9 @@ def test_minibatches_of_shuffled_steps_are_those_of_the_batch_for_several_epochs
 def test_the_cache_stays_within_its_bytes_and_saves_decoding(make_rollout):
     batch = make_rollout(40, 8)
     packed = packed_all(batch, cache_bytes=4000)
-    packed.to_tensordict()
-    assert 0 < packed.get_stats()["cache_bytes"] <= 4000
+    for env in range(40):
+        packed[env].to_tensordict()
+        assert 0 < packed.get_stats()["cache_bytes"] <= 4000
     large = packed_all(batch, cache_bytes=10_000_000)
     large.to_tensordict()
     misses = large.get_stats()["cache_misses"]
@@ -286,3 +287,22 @@ def test_a_default_device_changes_nothing(make_rollout, tmp_path):
     assert torch.equal(some["action"], batch["action"].reshape(-1, 3)[[3, 5]])
     assert torch.equal(loaded["action"], batch["action"])
     assert first.batch_size == (16,)
+
+
+def test_reading_everything_leaves_the_cache_to_minibatches(make_rollout):
+    packed = packed_all(make_rollout(40, 8), cache_bytes=4000)
+    packed[0].to_tensordict()
+    cached = packed.get_stats()["cache_bytes"]
+    packed.to_tensordict()
+    hits = packed.get_stats()["cache_hits"]
+    assert packed.get_stats()["cache_bytes"] == cached
+    packed[0].to_tensordict()
+    assert packed.get_stats()["cache_hits"] > hits
+
+
+def test_minibatches_decode_each_group_about_once(make_rollout):
+    packed = packed_all(make_rollout(64, 8), cache_bytes=100_000)
+    for _ in packed.minibatches(8):
+        pass
+    num_groups = sum(len(array.payloads) for array in packed.content.packed.values())
+    assert packed.get_stats()["cache_misses"] <= num_groups

@@ -472,3 +472,26 @@ def test_reading_operations_leave_it_packed(make_rollout):
         if "in place" not in name:
             operation(packed)
             assert packed.nbytes == size, name
+
+
+def test_contiguous_is_a_view_of_what_is_contiguous_already(make_rollout):
+    batch = make_rollout(8, 6)
+    packed = CompressedTensorDict(batch, compress_keys=list(batch.keys()))
+    packed.contiguous().zero_()
+    assert not packed["action"].any()
+    # Torch has to copy this one, so it is not a view of a TensorDict either.
+    packed = CompressedTensorDict(batch, compress_keys=list(batch.keys()))
+    moved = packed.transpose(0, 1).contiguous()
+    moved.zero_()
+    assert torch.equal(packed["action"], batch["action"])
+
+
+def test_compiled_functions_read_it_without_tracing_the_codecs(make_rollout):
+    batch = make_rollout(8, 6)
+    packed = CompressedTensorDict(batch, compress_keys=list(batch.keys()))
+
+    @torch.compile(backend="eager")
+    def total(steps):
+        return steps["action"].sum() + steps[2:5]["next", "reward"].sum()
+
+    assert torch.equal(total(packed), batch["action"].sum() + batch[2:5]["next", "reward"].sum())

@@ -477,3 +477,39 @@ def test_a_writer_knows_what_a_reader_says_of_the_file(tmp_path):
         writer.set("step", 3)
     with Container(tmp_path / "a.slip") as container:
         assert (writer.identity, writer.file_bytes) == (container.identity, container.file_bytes)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    chunk_bytes=st.sampled_from([1, 8, 40, 200, 10_000]),
+    data=st.data(),
+)
+def test_visiting_hands_over_each_chunk_of_some_rows_once(tmp_path_factory, shape, chunk_bytes, data):
+    array = np.arange(int(np.prod(shape)), dtype=np.int16).reshape(shape)
+    first, last = sorted(data.draw(st.tuples(st.integers(0, shape[0]), st.integers(0, shape[0]))))
+    path = tmp_path_factory.mktemp("container") / "a.slip"
+    with write_container(path, chunk_bytes=chunk_bytes) as writer:
+        writer.add("a", array, Planes())
+    counts = np.zeros(shape, np.int64)
+
+    def receive(name, part, index):
+        assert name == "a"
+        assert np.array_equal(part, array[index])
+        counts[index] += 1
+
+    with Container(path) as container:
+        container.visit(["a"], receive, slice(first, last))
+        assert (counts <= 1).all()
+        assert (counts[first:last] == 1).all()
+        counts[:] = 0
+        container.visit(["a"], receive)
+        assert (counts == 1).all()
+
+
+def test_visiting_a_difference_is_refused(tmp_path):
+    reference = np.arange(100.0)
+    with write_container(tmp_path / "a.slip") as writer:
+        writer.add("a", reference + 1, Difference(), reference)
+    with Container(tmp_path / "a.slip") as container, pytest.raises(CodecError, match="is a difference"):
+        container.visit(["a"], lambda *_: None)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from slipstream.codecs.base import Buffer, Layout, WordCodec, Words, as_bytes
 from slipstream.codecs.entropy import check_level, compress_zstd, decompress_zstd
 from slipstream.errors import CodecError
-from slipstream.threads import parallel_map
+from slipstream.threads import parallel_each, parallel_map
 
 FRAME_BYTES = 4 << 20
 MAX_LZ4_LEVEL: int = lz4.frame.COMPRESSIONLEVEL_MAX
@@ -220,8 +220,7 @@ def decompress_frames(data: Buffer, frames: list[Frame], out: Any, threads: int 
         if place != part.size:
             raise CodecError(f"lz4 frame holds {place} bytes, expected {part.size}")
 
-    for _ in parallel_map(decompress, jobs, threads):
-        pass
+    parallel_each(decompress, jobs, threads)
 
 
 def _pieces(frame: memoryview, limit: int) -> Iterator[bytes]:

@@ -148,6 +148,7 @@ class FrozenPolicy:
             raise ConfigurationError("the policy has lazy parameters that are not initialised: run it once before")
         if isinstance(own, nn.Module) and _share_memory(own, self._trained):
             _give_copy(base)
+            _require_separate(base, self._trained)
         self._collecting = nn.Module()
         if isinstance(own, nn.Module):
             self._collecting = base.policy
@@ -335,6 +336,16 @@ def _give_copy(base: Any) -> None:
     if hasattr(base, "_wrapped_policy_maybe_compiled"):
         # TorchRL creates it from the copy at the next call.
         base._wrapped_policy_maybe_compiled = None
+
+
+def _require_separate(base: Any, trained: nn.Module) -> None:
+    """Raise `ConfigurationError` if a collector still has the trained policy: training would change it at any time."""
+    if _share_memory(base.policy, trained):
+        raise ConfigurationError(
+            f"the policy of {type(base).__name__} cannot be replaced by a copy, because it is not an attribute of the "
+            "collector itself; if this is a wrapper, pass the collector that it wraps, and wrap the "
+            "PipelinedDataCollector instead, as in CompressedDataCollector(PipelinedDataCollector(...))"
+        )
 
 
 def _policies_of(base: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -32,7 +32,7 @@ from slipstream.datasets.storage import REPACK, ChunkTable, FrameKind
 from slipstream.errors import CodecError, CorruptFileError, SlipstreamError
 from slipstream.memory import scratch, scratch_scope
 from slipstream.text import install_hint
-from slipstream.threads import default_threads, parallel_map
+from slipstream.threads import default_threads, parallel_each
 
 try:
     import cv2
@@ -113,8 +113,7 @@ class FrameReader:
             origin = first[inverse]
             repeated = np.flatnonzero(origin != np.arange(len(keys)))
             repeats.append((request.out, places[repeated], places[origin[repeated]]))
-        for _ in parallel_map(self._read_block, list(_blocks(groups, part)), count):
-            pass
+        parallel_each(self._read_block, list(_blocks(groups, part)), count)
         for out, to, origin in repeats:
             for target, source in zip(to.tolist(), origin.tolist(), strict=True):
                 out[target] = out[source]

@@ -168,7 +168,7 @@ class PackedEpisodeStorage(TorchRLContract):
 
     @contextlib.contextmanager
     def _unchanged_on_error(self) -> Iterator[None]:
-        """Forget what was declared in the block if it raises, for instance because there is no memory to pack the steps."""
+        """Forget what was declared in the block if it raises, for instance for lack of memory."""
         layout = self.layout
         schema = self.steps.schema
         was_initialized = self.initialized

@@ -86,6 +86,9 @@ def unpack_rollout(
     limit = machine_bytes()
     if max_bytes is not None:
         limit = require_count("max_bytes", max_bytes)
+    # Without this check, None would mean that the container is a file.
+    if buffer is None:
+        raise TypeError("the buffer is None, expected bytes, a bytearray or a memoryview")
     container = Container(_NAME, buffer=buffer, max_entry_bytes=limit)
     with BatchFile(container) as file:
         stored_bytes = 0

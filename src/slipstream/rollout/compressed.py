@@ -19,6 +19,7 @@ import torch
 
 from slipstream.batches import build
 from slipstream.checks import require_count
+from slipstream.compiling import untraced
 from slipstream.errors import RolloutError
 from slipstream.rollout.batch import add_nodes, split_batch
 from slipstream.rollout.files import zstd_level
@@ -36,6 +37,7 @@ from slipstream.rollout.methods import may_write, replace_methods  # noqa: E402
 from slipstream.rollout.views import (  # noqa: E402
     Placeholders,
     as_view_index,
+    clone_member,
     flat_members,
     is_packed,
     lazy_members,
@@ -43,6 +45,7 @@ from slipstream.rollout.views import (  # noqa: E402
     names_of,
     new_plain,
     rebuild,
+    share_member,
     take,
 )
 
@@ -195,13 +198,14 @@ class CompressedTensorDict(TensorDict):  # type: ignore[misc]
         }
 
     def minibatches(
-        self, num_minibatches: int, *, window: int = 4, generator: torch.Generator | None = None
+        self, num_minibatches: int, *, window: int | None = None, generator: torch.Generator | None = None
     ) -> Iterator[TensorDictBase]:
         """Yield every step once, shuffled, in minibatches that together decode the rollout about once.
 
         Args:
             num_minibatches: Number of minibatches.
-            window: Number of groups of environments whose steps are mixed; see `grouped_indices`.
+            window: Number of groups of environments whose steps are mixed; see `grouped_indices`. By default as many as
+                the cache holds, and at least two groups and four environments.
             generator: Draws the order; torch's default generator if None.
         """
         flat = self.reshape(-1)
@@ -211,6 +215,7 @@ class CompressedTensorDict(TensorDict):  # type: ignore[misc]
             num_steps = self.batch_size[-1]
         num_envs = self.numel() // max(1, num_steps)
         group = self._content.group
+        window = window or self._content.window
         for index in grouped_indices(num_envs, num_steps, num_minibatches, group, window, generator):
             yield flat[index]
 
@@ -278,6 +283,7 @@ class CompressedTensorDict(TensorDict):  # type: ignore[misc]
         listed = ",\n".join(fields)
         return f"{type(self).__name__}(\n{listed},\n    batch_size={list(self.batch_size)}, nbytes={self.nbytes})"
 
+    @untraced
     def unpack(self) -> None:
         """Keep all tensors that this TensorDict shows raw from now on, for it and for all views of the rollout.
 
@@ -287,6 +293,7 @@ class CompressedTensorDict(TensorDict):  # type: ignore[misc]
             if isinstance(member, LazyTensor):
                 member.unpack()
 
+    @untraced
     def _unpack_key(self, key: str) -> None:
         member = self._leaves.members.get(key)
         if isinstance(member, LazyTensor):
@@ -294,9 +301,10 @@ class CompressedTensorDict(TensorDict):  # type: ignore[misc]
 
     def _clone(self, recurse: bool = True) -> CompressedTensorDict:
         if recurse:
-            return self._replaced(_clone_member, self.device)
-        return self._replaced(_share_member, self.device)
+            return self._replaced(clone_member, self.device)
+        return self._replaced(share_member, self.device)
 
+    @untraced
     def _replaced(self, replace: Callable[[Any], Any], device: torch.device | None) -> CompressedTensorDict:
         """Return a packed TensorDict of the same structure, each tensor replaced."""
 
@@ -311,6 +319,7 @@ class CompressedTensorDict(TensorDict):  # type: ignore[misc]
 
         return copy(self)
 
+    @untraced
     def decode(self, *, copy: bool = False) -> TensorDictBase:
         """Return a plain TensorDict with everything decoded; tensors that are raw are shared unless `copy` is set."""
         lazy = lazy_members(self)
@@ -329,12 +338,14 @@ class CompressedTensorDict(TensorDict):  # type: ignore[misc]
 
         return rebuild(self, replace, self)
 
+    @untraced
     def _index_tensordict(self, index: Any, *_: Any, **__: Any) -> Any:
         index = as_view_index(index)
         if makes_view(index):
             return self.call_on_placeholders(TensorDict.__getitem__, (index,), {})
         return take(self, index)
 
+    @untraced
     def call_on_placeholders(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of TensorDict that returns views on placeholders, and return views of the packed data."""
         placeholders = Placeholders(functools.partial(self._make, device=self.device))
@@ -381,17 +392,6 @@ class CompressedTensorDict(TensorDict):  # type: ignore[misc]
         if isinstance(out, CompressedTensorDict):
             out.unpack()
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def _clone_member(member: Any) -> Any:
-    return member.clone()
-
-
-def _share_member(member: Any) -> Any:
-    # As TensorDict does: nested TensorDicts are copied, tensors are shared.
-    if isinstance(member, TensorDict):
-        return member.copy()
-    return member
 
 
 replace_methods(CompressedTensorDict, TensorDict)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,19 +16,16 @@ from numpy.typing import NDArray
 
 from slipstream.checks import require_count
 from slipstream.codecs import Codec, Planes, Timewise
-from slipstream.errors import CorruptFileError, RolloutError, naming
-from slipstream.rollout.layout import Field, Key, Layout, Rollout, resolve_slice
+from slipstream.errors import CorruptFileError, naming
+from slipstream.rollout.layout import Field, Key, Layout, Rollout
+from slipstream.rollout.reading import read_fields
 from slipstream.store.container import Container
 from slipstream.store.index import Entry
 from slipstream.store.writer import DEFAULT_CHUNK_BYTES, ContainerWriter, write_container
-from slipstream.trajectory import SharedNext, exception_rows
 
 KIND = "rollout"
 SUFFIX = ".slip"
 MAX_LEVEL = 12
-
-Reader = Callable[[str, slice], NDArray[Any]]
-"""Reads some rows of the array of a name."""
 
 
 def zstd_level(compression_level: int) -> int:
@@ -184,18 +181,7 @@ class RolloutFile:
             KeyError: If the rollout has nothing under one of `keys`.
         """
         with naming(self.path):
-            if envs is not None:
-                return read_fields(self.layout, self.container.read, keys, envs, steps)
-            # Decode all arrays at once, so that small and large ones share the threads.
-            names: dict[str, None] = {}
-            for field in self.layout.select(keys):
-                names |= dict.fromkeys(field.arrays)
-            arrays = self.container.read_many(names)
-
-            def rows_of(name: str, rows: slice) -> NDArray[Any]:
-                return arrays[name][rows]
-
-            return read_fields(self.layout, rows_of, keys, envs, steps)
+            return read_fields(self.layout, self.container, keys, envs, steps)
 
     def close(self) -> None:
         """Close the file. Idempotent; `read` raises afterwards."""
@@ -249,48 +235,3 @@ def _check_entry(field: Field, entry: Entry, dtype: np.dtype[Any], shape: tuple[
     # Only a checkpoint has a parent to decode against.
     if entry.codec.needs_reference:
         raise CorruptFileError(f"{field.name} is stored as a difference, which a rollout cannot be")
-
-
-def read_fields(
-    layout: Layout,
-    read: Reader,
-    keys: Sequence[str | Key] | None = None,
-    envs: slice | None = None,
-    steps: slice | None = None,
-) -> dict[Key, NDArray[Any]]:
-    """Read tensors of a rollout from its arrays; see `RolloutFile.read`. Only the arrays needed are read.
-
-    Args:
-        layout: How the rollout lies in its arrays.
-        read: Reads some rows of an array.
-        keys: Only these nested keys, and everything below them.
-        envs: Only these environments.
-        steps: Only these steps.
-    """
-    if envs is not None and not layout.time_dim:
-        raise RolloutError(f"the rollout has the shape {list(layout.batch_size)}, without an axis for environments")
-    envs = resolve_slice(envs, layout.num_envs, "environments")
-    steps = resolve_slice(steps, layout.num_steps, "steps")
-    # An observation and its `next` share an array, and most observations share a mask: read each once.
-    known: dict[str, NDArray[Any]] = {}
-    found: dict[Key, NDArray[Any]] = {}
-    for field in layout.select(keys):
-        if field.array not in known:
-            known[field.array] = read(field.array, envs)
-        array = known[field.array]
-        expected = (envs.stop - envs.start, layout.num_steps + field.extra, *field.shape)
-        if array.shape != expected or array.dtype != field.dtype.carrier:
-            raise CorruptFileError(f"{field.name} is {array.dtype}{list(array.shape)}, expected {list(expected)}")
-        if field.mask is None or field.rows is None:
-            found[field.key] = np.ascontiguousarray(array[:, steps])
-            continue
-        # The mask is read whole: which exceptions belong to some environments depends on those before them.
-        if field.mask not in known:
-            known[field.mask] = read(field.mask, slice(0, layout.num_envs))
-        breaks = known[field.mask]
-        exceptions = read(field.rows, exception_rows(breaks, envs))
-        try:
-            found[field.key] = SharedNext(array, breaks[envs], exceptions).next(steps)
-        except ValueError as error:
-            raise CorruptFileError(f"{field.name}: {error}") from error
-    return found

@@ -113,10 +113,13 @@ class Layout:
         """Size of all tensors, ``next`` included."""
         return sum(self.bytes_of(field) for field in self.fields)
 
-    def bytes_of(self, field: Field) -> int:
-        """Return the size of a tensor."""
-        num_items = self.num_envs * self.num_steps * math.prod(field.shape)
-        return num_items * field.dtype.itemsize
+    def bytes_of(self, field: Field, num_envs: int | None = None, num_steps: int | None = None) -> int:
+        """Return the size of a tensor, or of some environments and steps of it."""
+        if num_envs is None:
+            num_envs = self.num_envs
+        if num_steps is None:
+            num_steps = self.num_steps
+        return num_envs * num_steps * math.prod(field.shape) * field.dtype.itemsize
 
     def shape_of(self, field: Field) -> tuple[int, ...]:
         """Return the whole shape of a tensor."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.compiling import untraced
 from slipstream.rollout.layout import Field
 from slipstream.rollout.packed import PackedArrays
 from slipstream.schema.structure import contiguous_strides
@@ -234,6 +235,7 @@ class Leaves(MutableMapping[str, Any]):
     def __init__(self, members: dict[str, Any]) -> None:
         self.members = members
 
+    @untraced
     def __getitem__(self, name: str) -> Any:
         member = self.members[name]
         if isinstance(member, LazyTensor):

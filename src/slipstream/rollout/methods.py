@@ -9,6 +9,7 @@ from typing import Any
 # Methods whose results are views, or that only move members to other keys.
 _VIEWS = (
     "chunk",
+    "contiguous",
     "detach",
     "exclude",
     "expand",

@@ -6,8 +6,8 @@ copied as slices, scattered steps by fancy indexing, which takes about twice as 
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.codecs import Codec
+from slipstream.memory import scratch, scratch_scope
 from slipstream.rollout.files import codec_for
+from slipstream.rollout.groups import GroupCache, PackedArray
 from slipstream.rollout.layout import Field, Key, Layout, Rollout, as_key
-from slipstream.store.writer import check_payload
-from slipstream.threads import parallel_each, parallel_map
-from slipstream.trajectory import copy_next, exception_numbers, gather_next
+from slipstream.threads import parallel_each
+from slipstream.trajectory import copy_next, exception_numbers, gather_next, gather_steps
 
-# Size of a group of the largest array: reading a single step decodes that much.
-_GROUP_BYTES = 512 << 10
+# Size of a group of the largest array: reading a single step decodes that much. Groups of half the size take a quarter
+# longer to pack, and a fifth longer to unpack, because codecs have a cost per call.
+_GROUP_BYTES = 1 << 20
 # An array that does not shrink below this share stays raw: decoding it would cost more than its memory.
 _WORTHWHILE = 0.9
 # Arrays below this share of the batch stay raw.
@@ -31,82 +33,6 @@ _SMALL = 1 / 32
 
 Codecs = dict[str, Codec | None]
 """How the arrays of an earlier batch were packed, by name; None for arrays that were not worth packing."""
-
-
-@dataclass(frozen=True)
-class PackedArray:
-    """An array ``[environment, step, ...]``, encoded in groups of environments."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    group: int
-    codec: Codec
-    payloads: tuple[bytes, ...]
-
-    @classmethod
-    def of(cls, name: str, array: NDArray[Any], codec: Codec, group: int, *, verify: bool) -> PackedArray:
-        """Encode an array; `verify` decodes every group again and raises `CodecError` if a bit differs."""
-
-        def encode(start: int) -> bytes:
-            part = array[start : start + group]
-            payload = codec.encode(part)
-            if verify:
-                check_payload(name, codec, payload, part)
-            return payload
-
-        starts = range(0, len(array), group)
-        return cls(array.dtype, array.shape, group, codec, tuple(parallel_map(encode, starts)))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the encoded groups."""
-        return sum(map(len, self.payloads))
-
-    def decode(self, number: int) -> NDArray[Any]:
-        """Return the environments of a group, in new memory."""
-        num_envs = min(self.group, self.shape[0] - number * self.group)
-        array = np.empty((num_envs, *self.shape[1:]), self.dtype)
-        self.codec.decode(self.payloads[number], array)
-        return array
-
-
-class GroupCache:
-    """An LRU cache of decoded groups, bounded in bytes. Thread-safe; a pickled cache is loaded empty."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.hits = 0
-        self.misses = 0
-        self._groups: OrderedDict[tuple[str, int], NDArray[Any]] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, name: str, packed: PackedArray, number: int) -> NDArray[Any]:
-        """Return a group of an array, decoded now or earlier. The caller must not change it."""
-        with self._lock:
-            found = self._groups.get((name, number))
-            if found is not None:
-                self._groups.move_to_end((name, number))
-                self.hits += 1
-                return found
-            self.misses += 1
-        # Decode without the lock. Two threads may decode the same group; the first result is kept.
-        array = packed.decode(number)
-        with self._lock:
-            if array.nbytes <= self.max_bytes and (name, number) not in self._groups:
-                self._groups[name, number] = array
-                self._bytes += array.nbytes
-                while self._bytes > self.max_bytes:
-                    self._bytes -= self._groups.popitem(last=False)[1].nbytes
-        return array
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the decoded groups."""
-        return self._bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return GroupCache, (self.max_bytes,)
 
 
 @dataclass(frozen=True)
@@ -194,10 +120,20 @@ class PackedArrays:
             total += array.nbytes
         return total
 
+    @property
+    def window(self) -> int:
+        """How many groups of environments to mix in minibatches, so that each is decoded about once."""
+        num_bytes = 0
+        for packed in self.packed.values():
+            num_bytes += packed.group_bytes
+        num_cached = self.cache.max_bytes // max(1, num_bytes)
+        # Fewer would hardly mix environments.
+        return max(2, num_cached, -(-4 // self.group))
+
     def read(self, fields: Sequence[Field], steps: NDArray[np.intp] | slice) -> list[NDArray[Any]]:
         """Read steps of some fields into new memory. Thread-safe.
 
-        At most one group of each array is decoded per thread at a time, besides what is in the cache.
+        At most one group is decoded per thread at a time, besides what is in the cache.
 
         Args:
             fields: The fields. Those that share an array decode it once.
@@ -208,19 +144,33 @@ class PackedArrays:
         """
         if isinstance(steps, slice):
             return self._read_envs(fields, steps)
-        outs = [np.empty((len(steps), *field.shape), field.dtype.carrier) for field in fields]
+        return self._read_steps(fields, steps)
 
-        def fill(pick: _Pick) -> None:
-            groups: dict[str, NDArray[Any]] = {}
-            for field, out in zip(fields, outs, strict=True):
-                whole = self._group(field.array, pick.group, groups)
+    def _read_steps(self, fields: Sequence[Field], numbers: NDArray[np.intp]) -> list[NDArray[Any]]:
+        """Read scattered steps."""
+        outs = [np.empty((len(numbers), *field.shape), field.dtype.carrier) for field in fields]
+        targets = _by_array(fields, outs)
+
+        def fill(job: tuple[str, _Pick]) -> None:
+            name, pick = job
+            whole = self._whole(name, pick)
+            for field, out in targets[name]:
                 if field.mask is None or field.rows is None:
-                    out[pick.position] = whole[pick.env, pick.step]
+                    out[pick.position] = gather_steps(whole, pick.env, pick.step)
                     continue
-                numbers = self.exceptions[field.mask][self._envs(pick.group)]
-                out[pick.position] = gather_next(whole, numbers, self.raw[field.rows], pick.env, pick.step)
+                breaks = self.exceptions[field.mask][pick.envs]
+                out[pick.position] = gather_next(whole, breaks, self.raw[field.rows], pick.env, pick.step)
 
-        parallel_each(fill, _picks(steps, self.layout.num_steps, self.group))
+        everything = _Pick.all(numbers, self.layout)
+        jobs: list[tuple[str, _Pick]] = []
+        picks = _picks(everything, self.group)
+        for name in targets:
+            if name in self.packed:
+                jobs += zip(itertools.repeat(name), picks, strict=False)
+            else:
+                # Raw arrays need no groups: gather all steps at once.
+                fill((name, everything))
+        parallel_each(fill, jobs)
         return outs
 
     def _read_envs(self, fields: Sequence[Field], envs: slice) -> list[NDArray[Any]]:
@@ -228,54 +178,85 @@ class PackedArrays:
         num_envs = envs.stop - envs.start
         num_steps = self.layout.num_steps
         outs = [np.empty((num_envs, num_steps, *field.shape), field.dtype.carrier) for field in fields]
+        targets = _by_array(fields, outs)
 
-        def fill(number: int) -> None:
-            groups: dict[str, NDArray[Any]] = {}
-            # The environments of this group that were asked for, and where they go.
-            first = max(envs.start, number * self.group)
-            last = min(envs.stop, (number + 1) * self.group)
-            inside = slice(first - number * self.group, last - number * self.group)
-            target = slice(first - envs.start, last - envs.start)
-            for field, out in zip(fields, outs, strict=True):
-                whole = self._group(field.array, number, groups)[inside]
+        def copy(name: str, whole: NDArray[Any], first: int) -> None:
+            """Copy environments, which begin with the number `first`, to all fields that show them."""
+            last = first + len(whole)
+            for field, out in targets[name]:
+                target = out[first - envs.start : last - envs.start]
                 if field.mask is None or field.rows is None:
-                    out[target] = whole[:, :num_steps]
+                    target[:] = whole[:, :num_steps]
                     continue
-                copy_next(whole, self.exceptions[field.mask][first:last], self.raw[field.rows], out[target])
+                copy_next(whole, self.exceptions[field.mask][first:last], self.raw[field.rows], target)
 
-        if num_envs:
-            parallel_each(fill, range(envs.start // self.group, -(-envs.stop // self.group)))
+        def fill(job: tuple[str, int]) -> None:
+            name, number = job
+            start = number * self.group
+            first = max(envs.start, start)
+            last = min(envs.stop, start + self.group)
+            with scratch_scope():
+                whole = self._decode(name, number, keep=keep)
+                copy(name, whole[first - start : last - start], first)
+
+        numbers = range(envs.start // self.group, -(-envs.stop // self.group))
+        if not num_envs:
+            numbers = range(0)
+        jobs: list[tuple[str, int]] = []
+        num_bytes = 0
+        for name in targets:
+            if name in self.packed:
+                jobs += zip(itertools.repeat(name), numbers, strict=False)
+                num_bytes += len(numbers) * self.packed[name].group_bytes
+            else:
+                copy(name, self.raw[name][envs], envs.start)
+        # Groups that do not all fit would only evict each other.
+        keep = num_bytes <= self.cache.max_bytes
+        parallel_each(fill, jobs)
         flat = []
         for field, out in zip(fields, outs, strict=True):
             flat.append(out.reshape(num_envs * num_steps, *field.shape))
         return flat
 
-    def _envs(self, group: int) -> slice:
-        return slice(group * self.group, (group + 1) * self.group)
+    def _whole(self, name: str, pick: _Pick) -> NDArray[Any]:
+        """Return the environments of an array that a pick refers to."""
+        if name in self.raw:
+            return self.raw[name]
+        return self.cache.get(name, self.packed[name], pick.group)
 
-    def _group(self, name: str, number: int, known: dict[str, NDArray[Any]]) -> NDArray[Any]:
-        """Return the environments of a group, whether they are packed or raw; `known` are those of this read."""
-        if name not in self.packed:
-            return self.raw[name][self._envs(number)]
-        if name not in known:
-            known[name] = self.cache.get(name, self.packed[name], number)
-        return known[name]
+    def _decode(self, name: str, number: int, *, keep: bool) -> NDArray[Any]:
+        """Return a group of a packed array; unless it is to be kept in the cache, in memory of this scratch scope."""
+        packed = self.packed[name]
+        if keep:
+            return self.cache.get(name, packed, number)
+        found = self.cache.find(name, number)
+        if found is not None:
+            return found
+        shape = packed.shape_of(number)
+        memory = scratch("group", math.prod(shape), packed.dtype).reshape(shape)
+        return packed.decode(number, memory)
 
 
 @dataclass(frozen=True)
 class _Pick:
-    """The steps of a minibatch that are in one group: where they are there, and where they go."""
+    """Scattered steps: where they are in the environments of a group, and where they go."""
 
     group: int
+    envs: slice
     env: NDArray[np.intp]
     step: NDArray[np.intp]
-    position: NDArray[np.intp]
+    position: NDArray[np.intp] | slice
+
+    @classmethod
+    def all(cls, numbers: NDArray[np.intp], layout: Layout) -> _Pick:
+        """Return the steps of these numbers, of all environments."""
+        env, step = np.divmod(numbers, max(1, layout.num_steps))
+        return cls(0, slice(0, layout.num_envs), env, step, slice(None))
 
 
-def _picks(numbers: NDArray[np.intp], num_steps: int, group: int) -> list[_Pick]:
-    """Sort the numbers of steps by the group of environments they are in."""
-    env, step = np.divmod(numbers, max(1, num_steps))
-    number, inside = np.divmod(env, group)
+def _picks(everything: _Pick, group: int) -> list[_Pick]:
+    """Sort steps by the group of environments they are in."""
+    number, inside = np.divmod(everything.env, group)
     order = np.argsort(number, kind="stable")
     # Where the group changes, the next pick begins.
     borders = np.flatnonzero(np.diff(number[order])) + 1
@@ -284,8 +265,17 @@ def _picks(numbers: NDArray[np.intp], num_steps: int, group: int) -> list[_Pick]
         return []
     for position in np.split(order, borders):
         group_number = int(number[position[0]])
-        picks.append(_Pick(group_number, inside[position], step[position], position))
+        envs = slice(group_number * group, (group_number + 1) * group)
+        picks.append(_Pick(group_number, envs, inside[position], everything.step[position], position))
     return picks
+
+
+def _by_array(fields: Sequence[Field], outs: Sequence[NDArray[Any]]) -> dict[str, list[tuple[Field, NDArray[Any]]]]:
+    """Return fields and their memory by array: an observation and its `next` are filled from one decoded group."""
+    targets: dict[str, list[tuple[Field, NDArray[Any]]]] = {}
+    for field, out in zip(fields, outs, strict=True):
+        targets.setdefault(field.array, []).append((field, out))
+    return targets
 
 
 def _choose_group(rollout: Rollout) -> int:

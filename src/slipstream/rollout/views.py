@@ -206,6 +206,18 @@ def _read_steps(tensors: Sequence[LazyTensor], numbers: torch.Tensor) -> dict[in
     return found
 
 
+def clone_member(member: Any) -> Any:
+    """Return a copy of a member that is written to separately."""
+    return member.clone()
+
+
+def share_member(member: Any) -> Any:
+    """Return a member for a shallow copy: nested TensorDicts are copied, tensors are shared, as TensorDict does."""
+    if isinstance(member, TensorDict):
+        return member.copy()
+    return member
+
+
 def names_of(tensordict: Any) -> list[str | None] | None:
     """Return the names of the axes, or None if they have none."""
     names: list[str | None] = list(tensordict.names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,9 @@ from slipstream.store.local import open_descriptor
 from slipstream.store.opened import OpenBuffer, OpenFile
 from slipstream.store.reference import ChunkReferences, Reference
 from slipstream.threads import parallel_each, parallel_map
+
+Receive = Callable[[str, NDArray[Any], tuple[slice, ...]], object]
+"""Gets the name of an entry, a chunk of it, which is valid during the call only, and the index of the chunk."""
 
 _BYTES = np.dtype(np.uint8)
 # Starting a thread, and the memory that it works in, take longer than decoding this much on one thread.
@@ -198,6 +201,50 @@ class Container:
         self._decode_all(requests, threads)
         return arrays
 
+    def visit(
+        self, names: Iterable[str], receive: Receive, rows: slice | None = None, threads: int | None = None
+    ) -> None:
+        """Decode arrays chunk by chunk, and hand over each chunk instead of building the arrays.
+
+        Saves memory and time if the elements are copied somewhere else anyway.
+
+        Args:
+            names: The entries.
+            receive: Called once per chunk, on several threads at once.
+            rows: Only chunks that contain some of these rows, a slice of the first axis with step 1.
+            threads: Number of threads that decode; by default one per core.
+
+        Raises:
+            MissingEntryError: If there is no such entry.
+            CorruptFileError: If a chunk does not match its checksum or cannot be decoded.
+            CodecError: If an entry is stored as a difference.
+        """
+        jobs: list[tuple[Entry, int]] = []
+        total_bytes = 0
+        for name in names:
+            entry = self._entry(name)
+            if entry.codec.needs_reference:
+                raise CodecError(f"{self.path}: entry {name!r} is a difference, which only `read` can decode")
+            first = 0
+            shape = entry.shape
+            if rows is not None:
+                first, shape = _locate_rows(entry, rows)
+            total_bytes += self._check_size(entry, shape)
+            for number in entry.grid.numbers(first, math.prod(shape)):
+                jobs.append((entry, number))  # noqa: PERF401 - a loop is easier to read
+
+        def visit(job: tuple[Entry, int]) -> None:
+            entry, number = job
+            _, shape = entry.grid.part(number)
+            with scratch_scope():
+                part = scratch("part", math.prod(shape), entry.dtype).reshape(shape)
+                self._decode(entry, number, entry.codec, part)
+                receive(entry.name, part, entry.grid.index(number))
+
+        if total_bytes < _PARALLEL_BYTES:
+            threads = 1
+        parallel_each(visit, jobs, threads)
+
     def find_damage(self, threads: int | None = None) -> Iterator[CorruptFileError | None]:
         """Read, check and decode every chunk. Yields the damage of each one, or None where it is intact.
 
@@ -241,7 +288,11 @@ class Container:
         raise MissingEntryError(f"{self.path}: no entry {name!r} among {len(entries)}; it has {found}")
 
     def _allocate(self, entry: Entry, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return memory for decoded elements. A forged index may claim more than this machine has."""
+        """Return memory for decoded elements."""
+        return fresh(self._check_size(entry, shape)).view(entry.dtype).reshape(shape)
+
+    def _check_size(self, entry: Entry, shape: tuple[int, ...]) -> int:
+        """Return the size of decoded elements; raises if a forged index claims more than this machine has."""
         limit = self._max_entry_bytes
         if limit is None:
             limit = machine_bytes()
@@ -251,7 +302,7 @@ class Container:
                 f"{self.path}: entry {entry.name!r} claims {needed} bytes, more than the limit of {limit}; "
                 "read it in slices, or raise max_entry_bytes if you trust the file"
             )
-        return fresh(needed).view(entry.dtype).reshape(shape)
+        return needed
 
     def _request(self, entry: Entry, first: int, out: NDArray[Any], reference: Reference | None) -> _Request:
         # An empty array has no chunks, and nothing to subtract.
@@ -268,7 +319,7 @@ class Container:
         total_bytes = 0
         for request in requests:
             total_bytes += request.out.nbytes
-            jobs.extend((request, number) for number in request.chunk_numbers())
+            jobs.extend((request, number) for number in request.entry.grid.numbers(request.first, request.out.size))
         if total_bytes < _PARALLEL_BYTES:
             threads = 1
         parallel_each(self._decode_into, jobs, threads)
@@ -383,14 +434,6 @@ class _Request:
     first: int
     out: NDArray[Any]
     references: ChunkReferences
-
-    def chunk_numbers(self) -> range:
-        """Return the chunks that contain the elements."""
-        if not self.out.size:
-            return range(0)
-        grid = self.entry.grid
-        last = self.first + self.out.size - 1
-        return range(grid.number_of(self.first), grid.number_of(last) + 1)
 
 
 def _locate_rows(entry: Entry, rows: slice) -> tuple[int, tuple[int, ...]]:

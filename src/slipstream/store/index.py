@@ -101,6 +101,22 @@ class Grid:
         start = (line * self.shape[axis] + first) * self.inner_size
         return start, (*self.chunk_shape[:axis], length, *self.shape[axis + 1 :])
 
+    def index(self, number: int) -> tuple[slice, ...]:
+        """Return the index that selects a chunk from the array."""
+        start, shape = self.part(number)
+        index = []
+        # From the last axis to the first, as in splitting a number into digits.
+        for length, size in zip(reversed(shape), reversed(self.shape), strict=True):
+            start, place = divmod(start, size)
+            index.append(slice(place, place + length))
+        return tuple(reversed(index))
+
+    def numbers(self, first: int, size: int) -> range:
+        """Return the chunks that contain some consecutive elements of the flat array."""
+        if not size:
+            return range(0)
+        return range(self.number_of(first), self.number_of(first + size - 1) + 1)
+
     def number_of(self, element: int) -> int:
         """Return the number of the chunk that contains an element of the flat array."""
         if not self.shape:
