@@ -78,6 +78,7 @@ class StorageMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="machine-"))
         self.num_folders = itertools.count()
+        self.num_checks = 0
 
     def teardown(self) -> None:
         shutil.rmtree(self.folder)
@@ -367,17 +368,21 @@ class StorageMachine(RuleBasedStateMachine):
         with pytest.raises(OutOfRangeError, match="lost with a damaged file"):
             self.ours.storage.get(self.index_of([holes[int(share * len(holes))]]))
 
-    @precondition(lambda self: self.is_filled)
-    @rule(length=st.integers(1, 12), seed=SEEDS)
-    def draw_slices(self, length: int, seed: int) -> None:
+    @invariant()
+    def slices_are_those_of_episodes(self) -> None:
         """All slices that there are can be drawn, and no others."""
+        if not hasattr(self, "ours") or not self.is_filled:
+            return
+        self.num_checks += 1
+        # Short ones more often: those that are too long tell less.
+        length = (1, 2, 3, 2, 7, 4)[self.num_checks % 6]
         ends = self.grid(("next", "done"))
         ids = [[0] * self.num_streams] * self.num_times
         if self.world.with_ids:
             ids = self.grid(("collector", "traj_ids"))
         possible = self.order.starts(length, ends, ids)
         sampler = EpisodeSliceSampler(slice_len=length)
-        sampler._rng = torch.Generator().manual_seed(seed)
+        sampler._rng = torch.Generator().manual_seed(self.num_checks)
         if not possible:
             with pytest.raises(ReplayError, match="no episode in the storage has"):
                 sampler.sample(self.ours.storage, length)

@@ -182,13 +182,13 @@ class ImageRows:
         follows = _follows(runs)
         step = find_step(rows, follows, self.shape) if self.jpeg is None else 0
         if not step:
-            return Units.join(np.ones(len(rows), np.int64), self._pack_images(rows, threads))
+            return Units.join(np.ones(len(rows), np.int64), self.pack_images(rows, threads))
         sizes = split_evenly(runs, STACK_ROWS)
         count = self.shape[0] // step
         frames, new = distinct_frames(rows, _follows(sizes), count)
-        return Units.join(sizes, join_stacks(self._pack_images(frames, threads), new, sizes, count))
+        return Units.join(sizes, join_stacks(self.pack_images(frames, threads), new, sizes, count))
 
-    def _pack_images(self, rows: Rows, threads: int) -> list[bytes]:
+    def pack_images(self, rows: Rows, threads: int) -> list[bytes]:
         """Pack images, some megabytes at a time."""
         if self.stored:
             return [bytes(1) + row.tobytes() for row in rows]
@@ -268,12 +268,17 @@ class ImageRows:
         step = -(-len(out) // (-(-len(out) // (most * threads)) * threads))
 
         def run(first: int) -> None:
-            self._fill(images[first : first + step], out[first : first + step])
+            self.unpack_images(images[first : first + step], out[first : first + step])
 
         for _ in parallel_map(run, range(0, len(out), step), threads):
             pass
 
-    def _fill(self, payloads: Sequence[bytes | memoryview], out: Rows) -> None:
+    def unpack_images(self, payloads: Sequence[bytes | memoryview], out: Rows) -> None:
+        """Unpack images, each alone, into the rows of `out`.
+
+        Raises:
+            CodecError: If an image is damaged.
+        """
         if self.jpeg is not None:
             from slipstream.replay.jpeg import decode_jpeg  # noqa: PLC0415 - Pillow only for those who ask for it
 
@@ -306,7 +311,7 @@ class ImageRows:
         pixels, ways = to_pixels(rows, self.dtype)
         payloads = [_tagged(0, row, _LEVEL) if way == NOT_SCALED else b"" for row, way in zip(rows, ways, strict=True)]
         fits = np.flatnonzero(ways != NOT_SCALED)
-        packed = ImageRows(pixels.shape[1], self.line_bytes)._pack_images(pixels[fits], threads)
+        packed = ImageRows(pixels.shape[1], self.line_bytes).pack_images(pixels[fits], threads)
         for number, image in zip(fits.tolist(), packed, strict=True):
             payloads[number] = bytes([ways[number]]) + image
         return payloads
@@ -326,7 +331,7 @@ class ImageRows:
         if not images:
             return
         pixels = np.empty((len(images), size // np.dtype(self.dtype).itemsize), np.uint8)
-        ImageRows(pixels.shape[1], self.line_bytes)._fill(images, pixels)
+        ImageRows(pixels.shape[1], self.line_bytes).unpack_images(images, pixels)
         from_pixels(pixels, ways, out, self.dtype)
 
 

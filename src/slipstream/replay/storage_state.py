@@ -138,7 +138,10 @@ def save_storage(storage: TorchRLContract, path: Path) -> None:
             snapshot = storage_snapshot(storage)
             saved = storage.saved.get(key, Saved())
             folders = storage.saved
-        folders[key] = save(path, KIND, snapshot, saved, belongs=_belongs(path))
+        belongs = None
+        if snapshot.plain["storage"]["writer"] is not None:
+            belongs = _belongs(path)
+        folders[key] = save(path, KIND, snapshot, saved, belongs=belongs)
 
 
 def _belongs(path: Path) -> Belongs | None:
@@ -148,7 +151,8 @@ def _belongs(path: Path) -> Belongs | None:
         return None
 
     def belongs(plain: Mapping[str, Any]) -> bool:
-        return bool(plain["storage"].get("writer") == writer)
+        # Without a writer it was saved alone.
+        return plain["storage"].get("writer") in (None, writer)
 
     return belongs
 
