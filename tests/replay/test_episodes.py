@@ -1,7 +1,9 @@
 """`EpisodeStore`: what is added comes back, step by step, in slices, and whole."""
 
+import gc
 import pickle
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -76,6 +78,32 @@ def test_the_oldest_episodes_go_when_there_are_too_many_bytes():
     with pytest.raises(ReplayError, match="does not fit max_bytes=70000"):
         store.add({"noise": generator.integers(0, 256, (701, 100), dtype=np.uint8)})
     assert store.num_episodes == 5
+
+
+def noise(steps, width):
+    frames = np.random.default_rng(steps).normal(size=(steps + 1, width)).astype(np.float32)
+    return {"o": frames, "a": np.zeros((steps, 1), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("count", "steps", "width"), [(300, 20, 1), (60, 50, 64), (600, 1, 4), (40, 100, 300)], ids=str
+)
+def test_the_memory_that_is_counted_is_what_is_allocated(count, steps, width):
+    one = noise(steps, width)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        store = EpisodeStore(max_bytes=1 << 30, cache_bytes=0, threads=1)
+        for _ in range(count):
+            store.add(one)
+        for stream in range(5):
+            store.append({name: values[:100] for name, values in noise(150, width).items()}, stream)
+        gc.collect()
+        allocated = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert allocated < 1.1 * store.nbytes + 20_000
+    assert store.nbytes < 2 * allocated
 
 
 def test_samples_are_uniform_over_steps_and_reproducible():

@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 Batch = dict[str, NDArray[Any]]
 
-_EPISODE_BYTES = 32
-"""What a finished episode takes in the table of lengths."""
+_EPISODE_BYTES = 96
+"""What a finished episode takes in the tables of lengths and of segments."""
 
 
 class EpisodeStore:

@@ -184,7 +184,7 @@ class PackedEpisodeStorage(TensorStorage):  # type: ignore[misc, unused-ignore]
 
     @contextlib.contextmanager
     def _unchanged_on_error(self) -> Iterator[None]:
-        """Forget what was declared in the block if it raises: there may be no memory to pack the steps, for instance."""
+        """Forget what was declared in the block if it raises: there may be no memory to pack, for instance."""
         layout = self.layout
         schema = self.steps.schema
         was_initialized = self.initialized
