@@ -164,7 +164,7 @@ def test_slices_are_found_where_hardly_any_episode_is_long_enough():
 
 
 def test_unfinished_episodes_are_sampled_and_come_back_whole_when_they_end():
-    store = EpisodeStore(max_frames=100, seed=0)
+    store = EpisodeStore(max_frames=100, seed=0, frames=["position", "camera"])
     one = episode(30, 3, image=True)
     for t in range(30):
         store.append({name: values[t : t + 1] for name, values in one.items()})
@@ -256,6 +256,22 @@ def test_reading_what_is_not_there_is_an_error():
             store.sample(size)
     with pytest.raises(ReplayError, match="0 slices of 3 steps"):
         store.sample_slices(0, 3)
+
+
+def test_all_batches_have_the_same_arrays():
+    rows = {"o": np.zeros((5, 2)), "a": np.zeros((5, 1))}
+    known, unknown = EpisodeStore(seed=0, frames=["o"]), EpisodeStore(seed=0)
+    for store in (known, unknown):
+        store.append(rows)
+    first = set(known.sample(2))
+    assert len(unknown) == 0
+    with pytest.raises(ReplayError, match="does not know which arrays have a next frame"):
+        unknown.sample(2)
+    for store in (known, unknown):
+        store.finish({"o": np.zeros(2)})
+        store.append(rows)
+        assert set(store.sample(2)) == first == {"o", "next_o", "a"}
+        assert len(store) == 9
 
 
 def test_bad_rows_of_an_unfinished_episode_are_refused():
@@ -379,7 +395,7 @@ def test_unfinished_episodes_of_all_streams_stay_within_the_limits():
 
 
 def test_unfinished_first_episodes_have_the_same_names_and_are_read_into_memory_that_is_there():
-    store = EpisodeStore(seed=0)
+    store = EpisodeStore(seed=0, frames=["o"])
     store.append({"o": np.arange(6.0).reshape(3, 2)})
     with pytest.raises(ReplayError, match="before they had"):
         store.append({"p": np.zeros((3, 2))}, stream=1)
