@@ -1,7 +1,9 @@
 """`EpisodeStore`: what is added comes back, step by step, in slices, and whole."""
 
+import gc
 import pickle
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -78,6 +80,32 @@ def test_the_oldest_episodes_go_when_there_are_too_many_bytes():
     assert store.num_episodes == 5
 
 
+def noise(steps, width):
+    frames = np.random.default_rng(steps).normal(size=(steps + 1, width)).astype(np.float32)
+    return {"o": frames, "a": np.zeros((steps, 1), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("count", "steps", "width"), [(300, 20, 1), (60, 50, 64), (600, 1, 4), (40, 100, 300)], ids=str
+)
+def test_the_memory_that_is_counted_is_what_is_allocated(count, steps, width):
+    one = noise(steps, width)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        store = EpisodeStore(max_bytes=1 << 30, cache_bytes=0, threads=1)
+        for _ in range(count):
+            store.add(one)
+        for stream in range(5):
+            store.append({name: values[:100] for name, values in noise(150, width).items()}, stream)
+        gc.collect()
+        allocated = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert allocated < 1.1 * store.nbytes + 20_000
+    assert store.nbytes < 2 * allocated
+
+
 def test_samples_are_uniform_over_steps_and_reproducible():
     store, _ = filled((30, 10))
     counts = np.bincount((store.sample(8000)["action"][:, 0] * 7).round().astype(int) % 970, minlength=40)
@@ -136,7 +164,7 @@ def test_slices_are_found_where_hardly_any_episode_is_long_enough():
 
 
 def test_unfinished_episodes_are_sampled_and_come_back_whole_when_they_end():
-    store = EpisodeStore(max_frames=100, seed=0)
+    store = EpisodeStore(max_frames=100, seed=0, frames=["position", "camera"])
     one = episode(30, 3, image=True)
     for t in range(30):
         store.append({name: values[t : t + 1] for name, values in one.items()})
@@ -228,6 +256,22 @@ def test_reading_what_is_not_there_is_an_error():
             store.sample(size)
     with pytest.raises(ReplayError, match="0 slices of 3 steps"):
         store.sample_slices(0, 3)
+
+
+def test_all_batches_have_the_same_arrays():
+    rows = {"o": np.zeros((5, 2)), "a": np.zeros((5, 1))}
+    known, unknown = EpisodeStore(seed=0, frames=["o"]), EpisodeStore(seed=0)
+    for store in (known, unknown):
+        store.append(rows)
+    first = set(known.sample(2))
+    assert len(unknown) == 0
+    with pytest.raises(ReplayError, match="does not know which arrays have a next frame"):
+        unknown.sample(2)
+    for store in (known, unknown):
+        store.finish({"o": np.zeros(2)})
+        store.append(rows)
+        assert set(store.sample(2)) == first == {"o", "next_o", "a"}
+        assert len(store) == 9
 
 
 def test_bad_rows_of_an_unfinished_episode_are_refused():
@@ -351,7 +395,7 @@ def test_unfinished_episodes_of_all_streams_stay_within_the_limits():
 
 
 def test_unfinished_first_episodes_have_the_same_names_and_are_read_into_memory_that_is_there():
-    store = EpisodeStore(seed=0)
+    store = EpisodeStore(seed=0, frames=["o"])
     store.append({"o": np.arange(6.0).reshape(3, 2)})
     with pytest.raises(ReplayError, match="before they had"):
         store.append({"p": np.zeros((3, 2))}, stream=1)

@@ -643,8 +643,17 @@ def test_lost_steps_are_holes_until_they_are_overwritten(tmp_path):
     drawn = buffer.sample()["number"].reshape(50, 8)
     assert bool((drawn.diff(dim=1) == 1).all())
     assert not bool(((drawn >= 64) & (drawn < 128)).any())
+    # A change of one tensor does not bring a step back, a whole step does.
+    restored.write("o", 1.0)
+    with pytest.raises(OutOfRangeError):
+        restored.get(70)
+    restored[70] = restored.get(3)
+    assert int(restored.get(70)["number"]) == 3
+    assert 70 not in buffer.sample()["number"].tolist()
+    write(restored, 0, 64)
     write(restored, 64, 64)
     assert restored.get(torch.arange(138))["number"].tolist() == list(range(138))
+    assert bool((restored.get(torch.arange(128))["o"][:, 0] == torch.arange(128.0)).all())
 
 
 def test_a_batch_is_of_one_store_though_it_becomes_another_meanwhile():

@@ -150,3 +150,16 @@ def test_sums_up_to_the_last_number_of_64_bits_are_exact_and_larger_ones_are_ref
     assert (sums.total, sums.lengths.tolist()) == (5, [5])
     with pytest.raises(ReplayError, match="below 2\\*\\*63"):
         sums.extend(np.array([2**63], np.uint64))
+
+
+def test_ranges_that_go_do_not_count():
+    sums = PrefixSum(max_len=2)
+    for _ in range(20):
+        sums.add(2**62 - 1)
+    assert sums.total == 2**63 - 2
+    assert sums.get_range_idx(2**63 - 3) == 1
+    assert sums.extend([2**60] * 5) == 5
+    assert (sums.lengths.tolist(), sums.num_evicted) == ([2**60] * 2, 23)
+    with pytest.raises(ReplayError, match="would add up to"):
+        sums.extend([2**62, 2**62])
+    assert sums.lengths.tolist() == [2**60] * 2

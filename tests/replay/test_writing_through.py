@@ -58,6 +58,37 @@ def test_steps_of_some_environments_may_be_assigned():
     assert_same(theirs.storage.get(slice(None)), ours.storage.get(slice(None)))
 
 
+def test_single_steps_of_several_environments_may_be_changed_before_any_is_packed():
+    buffers = []
+    for kind in (LazyTensorStorage, PackedEpisodeStorage):
+        buffer = ReplayBuffer(storage=kind(120, ndim=2), batch_size=8)
+        buffer.extend(rollout(3, 5))
+        buffer.storage[torch.tensor([4, 0, 2]), torch.tensor([1, 2, 0])] = NEW[:3]
+        buffer.extend(rollout(3, 5, seed=1))
+        buffers.append(buffer.storage.get(slice(None)))
+    assert_same(*buffers)
+
+
+def test_one_tensor_may_be_changed_before_it_is_known_which_leaves_repeat():
+    storage = PackedEpisodeStorage(100)
+    data = rollout(1, 40)[0]
+    for number in range(40):
+        storage.set(number, data[number])
+    storage.write(("next", "obs", "state"), 5.0, slice(3, 30))
+    data["next", "obs", "state"][3:30] = 5.0
+    assert_same(storage.get(slice(None)), data)
+
+
+def test_of_several_steps_for_one_slot_the_last_counts():
+    storage = PackedEpisodeStorage(100)
+    data = rollout(1, 40)[0]
+    storage.set(range(40), data)
+    for number in range(30):
+        storage[torch.tensor([7, 7, 7])] = NEW[number : number + 3]
+        data[7] = NEW[number + 2]
+        assert_same(storage.get(slice(None)), data)
+
+
 def test_a_tensor_that_was_taken_out_is_changed_with_an_explicit_call():
     _, ours = pair()
     ours[:]["action"].zero_()

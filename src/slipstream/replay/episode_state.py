@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 from slipstream.errors import CorruptFileError, FormatVersionError, StateMismatchError
 from slipstream.replay.open_episodes import OpenEpisode
 from slipstream.replay.saving import HEAD, MALFORMED, Episodes, Saved, find_episodes, has_parts, load, save
+from slipstream.replay.schema import Leaf, Schema
 from slipstream.replay.steps import Snapshot
 from slipstream.schema.dtypes import parse_numpy_dtype
+from slipstream.trajectory import NEXT
 
 logger = logging.getLogger(__name__)
 
 KIND = "replay episodes"
+
+_MOST_EPISODES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,17 @@ class Content:
         table = self.steps.plain
         base = int(table["base"])
         last = self.first_slot + int(self.lengths.sum())
-        if (self.lengths < 1).any() or not base <= self.first_slot <= last <= base + int(table["num_slots"]):
+        # The sum of numbers that are too large may look right.
+        is_wrong = (self.lengths < 1) | (self.lengths > int(table["num_slots"]))
+        if is_wrong.any() or not base <= self.first_slot <= last <= base + int(table["num_slots"]):
             raise StateMismatchError(f"episodes of {int(self.lengths.sum())} steps do not fit their slots")
-        if self.counts["episodes_added"] < len(self.lengths):
-            raise StateMismatchError(f"{self.counts['episodes_added']} episodes were added, there are more")
+        num_added = self.counts["episodes_added"]
+        if not len(self.lengths) <= num_added < _MOST_EPISODES:
+            raise StateMismatchError(f"{num_added} episodes were added, there are {len(self.lengths)}")
+        leaves = Schema.from_json(table["schema"]).leaves.values()
+        known = {leaf.key[0]: leaf for leaf in leaves if leaf.kind != NEXT}
+        for stream, episode in self.open.items():
+            _check_open(stream, episode, known)
 
     def snapshot(self) -> Snapshot:
         """Return it as plain values and arrays."""
@@ -101,9 +112,10 @@ def from_snapshot(snapshot: Snapshot) -> Content:
         opened = {}
         for number, (stream, names, blocks, packed_bytes) in enumerate(store["open"]):
             episode = OpenEpisode(_split_blocks(snapshot, number, blocks), sum(blocks), int(packed_bytes))
-            episode.tail.append(
-                {str(name): np.array(snapshot.arrays[f"tail/{number}/{place}"]) for place, name in enumerate(names)}
-            )
+            tail = {str(name): np.array(snapshot.arrays[f"tail/{number}/{place}"]) for place, name in enumerate(names)}
+            if len({len(array) for array in tail.values()}) != 1:
+                raise StateMismatchError(f"the rows of the unfinished episode of stream {stream} are ragged")
+            episode.tail.append(tail)
             opened[int(stream)] = episode
         names = ("episodes_added", "frames_added", "episodes_evicted", "frames_evicted")
         return Content(
@@ -118,12 +130,28 @@ def from_snapshot(snapshot: Snapshot) -> Content:
         raise StateMismatchError(f"the state is not that of an episode store ({error})") from error
 
 
+def _check_open(stream: int, episode: OpenEpisode, known: Mapping[str, Leaf]) -> None:
+    """Raise `StateMismatchError` unless the rows of an unfinished episode are those of episodes in the store."""
+    arrays = episode.tail.values()
+    fits = episode.packed_bytes >= 0 and episode.tail.length > 0
+    if known:
+        fits = fits and set(arrays) == set(known)
+    for name, array in arrays.items():
+        leaf = known.get(name)
+        if leaf is not None and (array.dtype != leaf.carrier or array.shape[1:] != leaf.shape):
+            fits = False
+    if not fits:
+        raise StateMismatchError(f"the unfinished episode of stream {stream} has other rows than episodes in the store")
+
+
 def _split_blocks(snapshot: Snapshot, number: int, blocks: list[int]) -> list[Any]:
     """Return the rows of each packed block in each column."""
     ends = np.cumsum(blocks)[:-1]
     columns = []
     for column in range(len(snapshot.segments)):
         rows = np.array(snapshot.arrays.get(f"held/{number}/{column}", np.empty(0)), np.int64)
+        if min(blocks, default=1) < 1 or sum(blocks) != len(rows) or int(rows.min(initial=0)) < 0:
+            raise StateMismatchError(f"an unfinished episode has {len(rows)} packed rows, expected {sum(blocks)}")
         columns.append(np.split(rows, ends))
     if not blocks:
         return []

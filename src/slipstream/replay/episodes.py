@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 Batch = dict[str, NDArray[Any]]
 
-_EPISODE_BYTES = 32
-"""What a finished episode takes in the table of lengths."""
+_EPISODE_BYTES = 96
+"""What a finished episode takes in the tables of lengths and of segments."""
 
 
 class EpisodeStore:
@@ -61,7 +61,8 @@ class EpisodeStore:
     camera frames (``[frames, height, width]``) frame by frame, each once; lossless unless JPEG is asked for.
 
     The oldest episodes are evicted, whole, when there are more frames or bytes than allowed. Unfinished episodes
-    (`append`) are packed block by block, count towards the limits, and are sampled like others.
+    (`append`) are packed block by block, count towards the limits, and are sampled like others; before the first episode
+    has ended, only if `frames` is given, so that all batches have the same arrays.
 
     Thread-safe: any number of threads may read while others write. Readers do not wait while an episode is packed.
     Reading returns new memory. `save` and `state_dict` keep everything, the random generator included.
@@ -74,8 +75,8 @@ class EpisodeStore:
         cache_bytes: How many bytes of decoded vectors to keep for the next batch.
         threads: How many threads pack and unpack; by default one per core.
         seed: Seed of the sampling generator. Random by default.
-        frames: The names of arrays that are of frames. By default the first finished episode tells. Until then every
-            array of an unfinished episode is taken for one of frames, and is not packed.
+        frames: The names of arrays that are of frames. By default the first finished episode tells. Until then
+            unfinished episodes are neither packed nor sampled.
 
     Raises:
         ConfigurationError: If a limit or a quality is invalid.
@@ -234,9 +235,9 @@ class EpisodeStore:
     # Reading
 
     def __len__(self) -> int:
-        """Return how many steps can be sampled."""
+        """Return how many steps can be sampled. Unfinished ones count as soon as it is known what is of frames."""
         with self._steps.lock:
-            return self._lengths.total + sum(episode.num_steps for episode in self._open.values())
+            return self._lengths.total + sum(episode.num_steps for episode in self._readable())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -292,6 +293,11 @@ class EpisodeStore:
         require_count("batch_size", batch_size)
         with self._steps.lock:
             total = len(self)
+            if not total and self._open and not self._steps.leaves:
+                raise ReplayError(
+                    "there is nothing to sample: before the first episode has ended, the store does not know which "
+                    "arrays have a next frame; pass their names, for instance EpisodeStore(frames=['observation'])"
+                )
             if not total:
                 raise ReplayError("there is nothing to sample: the store has no step yet")
             index = (generator or self.generator).integers(0, total, operator.index(batch_size))
@@ -521,6 +527,12 @@ class EpisodeStore:
     def _num_finished_frames(self) -> int:
         return self._lengths.total + len(self._lengths)
 
+    def _readable(self) -> list[OpenEpisode]:
+        """Return the unfinished episodes that can be sampled: all, once it is known which arrays are of frames."""
+        if not self._steps.leaves:
+            return []
+        return list(self._open.values())
+
     def _known_arrays(self) -> dict[str, Leaf]:
         """Return what arrays an episode has, by name: from the schema, or from an unfinished first episode."""
         known = {leaf.key[0]: leaf for leaf in self.fields}
@@ -580,10 +592,6 @@ class EpisodeStore:
         if index.size and not (int(index.min()) >= 0 and int(index.max()) < total):
             raise OutOfRangeError(f"indices {int(index.min())} to {int(index.max())}, there are {total} steps")
         leaves = self._steps.leaves
-        if not leaves:
-            # There is nothing but first episodes that are not finished, if anything: take all arrays for frames.
-            known = self._known_arrays()
-            leaves = with_nexts(list(known.values()), frozenset(known))
         is_finished = index < self._lengths.total
         slots = self._first_slot + index[is_finished]
         if is_finished.all():
@@ -591,7 +599,7 @@ class EpisodeStore:
         return find_open(
             leaves,
             self._steps,
-            self._open.values(),
+            self._readable(),
             self._steps.rows_of(slots),
             is_finished,
             index - self._lengths.total,

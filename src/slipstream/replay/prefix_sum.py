@@ -94,8 +94,15 @@ class PrefixSum:
         if new.size and int(new.min()) < 0:
             raise ReplayError(f"a length is {int(new.min())}, expected a whole number from 0 up")
         added = _exact_sum(new)
-        if self.total + added > _MOST:
-            raise ReplayError(f"the lengths would add up to {self.total + added}, expected at most 2**63 - 1")
+        surplus = 0
+        if self.max_len is not None:
+            surplus = max(0, len(self) + new.size - self.max_len)
+        # Ranges that go for the new ones do not count.
+        num_old = min(surplus, len(self))
+        left = int(self._bounds[self._last] - self._bounds[self._first + num_old])
+        if left + added > _MOST:
+            raise ReplayError(f"the lengths would add up to {left + added}, expected at most 2**63 - 1")
+        self.evict(num_old)
         if int(self._bounds[self._last]) + added > _MOST:
             # The sums include what was evicted. Without it, they fit.
             self._bounds -= self._bounds[self._first]
@@ -104,8 +111,7 @@ class PrefixSum:
         np.cumsum(new, out=self._bounds[self._last + 1 : self._last + 1 + new.size])
         self._bounds[self._last + 1 : self._last + 1 + new.size] += last
         self._last += new.size
-        surplus = 0 if self.max_len is None else max(0, len(self) - self.max_len)
-        self.evict(surplus)
+        self.evict(surplus - num_old)
         return surplus
 
     def evict(self, count: int = 1) -> int:

@@ -244,7 +244,7 @@ class Schema:
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptFileError(f"invalid schema of a replay buffer ({error})") from error
         for leaf in leaves:
-            known = leaf.kind in (RAW, STEP, FRAME, NEXT) and bool(leaf.key)
+            known = leaf.kind in (RAW, STEP, FRAME, NEXT) and bool(leaf.key) and min(leaf.shape, default=0) >= 0
             if known and leaf.is_packed:
                 known = 0 <= leaf.column < len(packers) and leaf.start >= 0
                 known = known and leaf.start + leaf.nbytes <= packers[leaf.column].row_bytes
@@ -359,6 +359,8 @@ def check_leaf(leaf: Leaf, tensor: torch.Tensor, batch_dims: int) -> None:
 
 def host_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a tensor as the array that carries it; copied only if it is not on the CPU or not contiguous."""
+    if tensor.is_meta:
+        raise ReplayError("a tensor is on device 'meta' and has no values: move the batch to a real device first")
     # A view that conjugates or negates has no bytes of its own.
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     return array_of(plain.contiguous())

@@ -206,7 +206,7 @@ def load_packed(storage: TorchRLContract, snapshot: Snapshot, layout: Layout, ob
         runs.find_holes(-(-length // ring.width))
         if not 0 <= length <= ring.num_slots or not -1 <= newest < ring.num_times:
             raise StateMismatchError(f"{length} steps in {ring.num_slots} slots, the newest at {newest}")
-        if int(snapshot.plain["num_slots"]) != ring.num_slots:
+        if int(snapshot.plain["num_slots"]) != ring.num_slots or int(snapshot.plain["base"]) != 0:
             raise StateMismatchError(f"a table of {snapshot.plain['num_slots']} slots for {ring.num_slots}")
         steps, lost, _ = storage.steps.rebuild(snapshot)
     except MALFORMED as error:
