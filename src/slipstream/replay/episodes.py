@@ -61,8 +61,8 @@ class EpisodeStore:
     camera frames (``[frames, height, width]``) frame by frame, each once; lossless unless JPEG is asked for.
 
     The oldest episodes are evicted, whole, when there are more frames or bytes than allowed. Unfinished episodes
-    (`append`) are packed block by block, count towards the limits, and are sampled like others; before the first episode
-    has ended, only if `frames` is given, so that all batches have the same arrays.
+    (`append`) are packed block by block, count towards the limits, and are sampled like others; before the first
+    episode has ended, only if `frames` is given, so that all batches have the same arrays.
 
     Thread-safe: any number of threads may read while others write. Readers do not wait while an episode is packed.
     Reading returns new memory. `save` and `state_dict` keep everything, the random generator included.
