@@ -80,7 +80,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.with_images = with_images
         self.max_frames = max_frames
         self.max_bytes = max_bytes
-        self.options = {
+        self.options: dict[str, Any] = {
             "max_frames": max_frames,
             "max_bytes": max_bytes,
             "cache_bytes": cache_bytes,
