@@ -194,6 +194,8 @@ def test_a_child_that_is_forked_while_threads_read_and_write_does_not_hang():
     def write():
         while not stop.is_set():
             storage.set(range(100), data[:100], set_cursor=False)
+            # This makes a second engine while the process forks.
+            storage.load_state_dict(storage.state_dict())
 
     threads = [threading.Thread(target=read), threading.Thread(target=write)]
     for thread in threads:

@@ -27,7 +27,7 @@ from slipstream.replay.arrays import (
     with_nexts,
 )
 from slipstream.replay.columns import PackedSteps
-from slipstream.replay.draws import Starts, draw_from, draw_starts
+from slipstream.replay.draws import draw_slices
 from slipstream.replay.episode_state import Content, RestoredEpisodes, from_snapshot, restore_episodes, save_episodes
 from slipstream.replay.open_episodes import (
     OPEN_BYTES,
@@ -61,8 +61,8 @@ class EpisodeStore:
     camera frames (``[frames, height, width]``) frame by frame, each once; lossless unless JPEG is asked for.
 
     The oldest episodes are evicted, whole, when there are more frames or bytes than allowed. Unfinished episodes
-    (`append`) are packed block by block, count towards the limits, and are sampled like others; before the first
-    episode has ended, only if `frames` is given, so that all batches have the same arrays.
+    (`append`) are packed block by block, count towards the limits, and are sampled like others; without `frames` only
+    after the first episode has ended, so that all batches have the same arrays.
 
     Thread-safe: any number of threads may read while others write. Readers do not wait while an episode is packed.
     Reading returns new memory. `save` and `state_dict` keep everything, the random generator included.
@@ -341,7 +341,7 @@ class EpisodeStore:
         if num_slices < 1 or length < 1:
             raise ReplayError(f"{num_slices} slices of {length} steps were asked for, expected one or more of each")
         with self._steps.lock:
-            episode, start = self._draw_slices(num_slices, length, generator or self.generator)
+            episode, start = draw_slices(self._lengths, num_slices, length, generator or self.generator)
             first = self._first_slot + self._lengths.starts_of(episode) + start
             found = self._steps.find_runs(first[:, None] + np.arange(length))
         batch = {}
@@ -604,26 +604,3 @@ class EpisodeStore:
             is_finished,
             index - self._lengths.total,
         )
-
-    def _draw_slices(self, count: int, length: int, generator: np.random.Generator) -> Starts:
-        lengths = self._lengths
-        if not lengths.total:
-            raise ReplayError("there is nothing to sample: the store has no finished episode yet")
-
-        def draw(high: int, count: int) -> NDArray[np.int64]:
-            return generator.integers(0, high, count)
-
-        def propose(missing: int) -> Starts:
-            index = draw(lengths.total, 2 * missing)
-            episode = lengths.get_range_idx(index)
-            start = lengths.get_range_relative_idx(index, episode)
-            fits = start + length <= lengths.lengths_of(episode)
-            return episode[fits][:missing], start[fits][:missing]
-
-        def enumerate_rest(missing: int) -> Starts:
-            windows = np.maximum(0, lengths.lengths - length + 1)
-            if not windows.any():
-                raise ReplayError(f"no episode has {length} steps, the longest has {int(lengths.lengths.max())}")
-            return draw_from(windows, missing, draw)
-
-        return draw_starts(count, propose, enumerate_rest)

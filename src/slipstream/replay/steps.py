@@ -11,9 +11,7 @@ steps and decodes without it.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import CorruptFileError, SlipstreamError, StateMismatchError
+from slipstream.replay import forks
 from slipstream.replay.columns import ENOUGH_STEPS, NONE, OPEN, Column, FoundRows, PackedSteps, Slots
 from slipstream.replay.log import RowLog, Segment, UnitCache
 from slipstream.replay.roles import Key
@@ -32,8 +31,6 @@ _BLOCK_STEPS = 64
 _SEGMENT_ROWS = 16 << 10
 _SMALL_SEGMENT_ROWS = 2 << 10
 _COMPACT_BYTES = 32 << 20
-
-_engines: weakref.WeakSet[Steps] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Steps:
         self._opening: Column | None = None
         self._num_writes = 0
         self.renew_locks()
-        _engines.add(self)
+        forks.register(self)
 
     def renew_locks(self) -> None:
         """Make new locks: threads of the parent may hold the old ones for ever in a forked child."""
@@ -579,32 +576,3 @@ class Steps:
         column.restore_open(values, slots)
         if int(column.row_of.min(initial=NONE)) < OPEN + 1 - slots.size:
             raise CorruptFileError("slots show open rows that do not exist")
-
-
-# A child that is forked while another thread holds a lock would wait for it for ever. So the tables are locked while
-# the process forks, which makes them complete in the child, and the child gets new locks.
-
-
-_locked: list[Steps] = []
-
-
-def _lock_engines() -> None:
-    _locked[:] = list(_engines)
-    for steps in _locked:
-        steps.lock.acquire()
-
-
-def _unlock_engines() -> None:
-    for steps in _locked:
-        steps.lock.release()
-    _locked.clear()
-
-
-def _renew_engines() -> None:
-    for steps in _locked:
-        steps.renew_locks()
-    _locked.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock_engines, after_in_parent=_unlock_engines, after_in_child=_renew_engines)
