@@ -157,7 +157,7 @@ class Steps:
         self.schema = self.schema.with_leaves(leaves, self._packing, scaled)
         self._add_raw(leaves)
         for number in range(len(self._columns), len(self.schema.packers)):
-            log = RowLog(self.schema.packers[number], self.cache, number, self._threads)
+            log = RowLog(self.schema.packers[number], self.cache, self.cache.new_log(), self._threads)
             self._columns.append(Column(self.schema.of_column(number), log, self.num_slots))
 
     def _add_raw(self, leaves: Sequence[Leaf]) -> None:
@@ -546,7 +546,7 @@ class Steps:
             self._raw[leaf.key] = values.view(leaf.carrier).reshape(self.num_slots, *leaf.shape)
         damaged = np.zeros(self.num_slots, np.bool_)
         for number, packer in enumerate(schema.packers):
-            log = RowLog(packer, self.cache, number, self._threads)
+            log = RowLog(packer, self.cache, self.cache.new_log(), self._threads)
             column = Column(schema.of_column(number), log, self.num_slots)
             column.row_of = np.array(arrays[f"rows/{number}"], np.int64).reshape(self.num_slots)
             self._columns.append(column)
