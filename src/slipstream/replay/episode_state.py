@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from slipstream.errors import CorruptFileError, FormatVersionError, StateMismatchError
 from slipstream.replay.open_episodes import OpenEpisode
 from slipstream.replay.saving import HEAD, MALFORMED, Episodes, Saved, find_episodes, has_parts, load, save
+from slipstream.replay.schema import Schema
 from slipstream.replay.steps import Snapshot
 from slipstream.schema.dtypes import parse_numpy_dtype
+from slipstream.trajectory import NEXT
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,16 @@ class Content:
             raise StateMismatchError(f"episodes of {int(self.lengths.sum())} steps do not fit their slots")
         if self.counts["episodes_added"] < len(self.lengths):
             raise StateMismatchError(f"{self.counts['episodes_added']} episodes were added, there are more")
+        fields = {leaf.key[0]: leaf for leaf in Schema.from_json(table["schema"]).leaves.values() if leaf.kind != NEXT}
+        for stream, episode in self.open.items():
+            values = episode.tail.values()
+            fits = all(len(rows) == episode.num_packed for rows in episode.all_rows())
+            if fields:
+                fits = fits and set(values) == set(fields)
+                fits = fits and all(fields[name].carrier == array.dtype for name, array in values.items())
+                fits = fits and all(fields[name].shape == array.shape[1:] for name, array in values.items())
+            if not fits:
+                raise StateMismatchError(f"the unfinished episode of stream {stream} does not fit the others")
 
     def snapshot(self) -> Snapshot:
         """Return it as plain values and arrays."""

@@ -39,7 +39,7 @@ from slipstream.replay.open_episodes import (
     held_bytes,
 )
 from slipstream.replay.prefix_sum import PrefixSum
-from slipstream.replay.saving import Saved, from_state, reading, to_state
+from slipstream.replay.saving import MALFORMED, Saved, from_state, reading, to_state
 from slipstream.replay.schema import FRAME, STEP, Leaf, Packing, leaf_of_array
 from slipstream.replay.steps import Steps
 from slipstream.trajectory import NEXT
@@ -452,7 +452,9 @@ class EpisodeStore:
         with self._steps.writing:
             try:
                 self._become(from_snapshot(from_state(state_dict)))
-            except CorruptFileError as error:
+            except (CorruptFileError, *MALFORMED) as error:
+                if isinstance(error, StateMismatchError):
+                    raise
                 raise StateMismatchError(f"the state is not that of an episode store ({error})") from error
             self._saved = {}
 
