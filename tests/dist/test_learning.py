@@ -8,6 +8,7 @@ import torch
 from slipstream import PPO, ConfigurationError, NonFiniteError, PPOConfig
 from slipstream.dist import ShardGroup
 from slipstream.rl import NavRLPolicy
+from slipstream.rl.ppo import shuffle
 from tests.dist.ranks import run_ranks
 from tests.rl.conftest import make_rollout
 
@@ -77,3 +78,14 @@ def test_an_update_needs_a_rollout_and_a_generator_for_each_shard():
         ppo.update(rollouts[0], generators=generators)
     with pytest.raises(ConfigurationError, match="expected a list of 2 generators"):
         ppo.update(rollouts)
+
+
+@pytest.mark.parametrize(("count", "message"), [(1, "has fewer than 2 minibatches"), (3, "more than num_minibatches=2")])
+def test_every_minibatch_counts_and_none_is_left_out_without_a_word(count, message):
+    ppo, rollouts, generators = sharded(make_policy(), 2)
+
+    def minibatches(rollout, generator):
+        return shuffle(rollout, num_minibatches=count, generator=generator)
+
+    with pytest.raises(ConfigurationError, match=message):
+        ppo.update(rollouts, minibatches, generators=generators)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import ConfigurationError, EpisodeStore, OutOfRangeError, ReplayError
+from slipstream.replay.log import RowLog
 from tests.replay.samples import assert_same, episode
 
 
@@ -416,3 +417,22 @@ def test_unfinished_first_episodes_have_the_same_names_and_are_read_into_memory_
 def test_what_numpy_cannot_hold_is_refused_by_name(values):
     with pytest.raises(ReplayError, match="'o' cannot be an array of numbers"):
         EpisodeStore().add({"o": values})
+
+
+def test_a_first_episode_that_cannot_be_packed_decides_nothing(monkeypatch):
+    store = EpisodeStore(max_bytes=60_000)
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowLog, "pack", fail)
+        with pytest.raises(MemoryError):
+            store.add({"o": np.zeros((5, 3)), "a": np.zeros((4, 2))})
+    assert store.names == ()
+    noise = np.random.default_rng(0).random((4001, 6), np.float32)
+    for row in noise[:100]:
+        store.append({"o": row[None], "a": row[None, :2]}, stream=1)
+    with pytest.raises(ReplayError, match="does not fit max_bytes"):
+        store.add({"o": noise, "a": noise[1:, :2]})
+    assert np.array_equal(store.get(np.arange(99))["o"], noise[:99])

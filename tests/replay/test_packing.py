@@ -78,11 +78,30 @@ def test_a_segment_is_dropped_when_no_slot_shows_it_and_what_was_located_is_stil
     located = log.locate(np.arange(10))
     log.release(np.arange(299))
     assert log.packed_bytes == before / 2
-    assert log.sparse_rows()[0] == 100
+    assert log.num_sparse_rows == 100
+    assert log.sparse_ranges().tolist() == [[200, 300]]
     assert np.array_equal(log.fetch(located), rows[:10])
     log.release(np.array([299]))
+    assert log.num_sparse_rows == 0
     assert log.packed_bytes == before / 4
     assert np.array_equal(log.fetch(log.locate(np.arange(300, 400))), rows[300:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(0, 2**16))
+def test_rows_of_sparse_segments_are_counted_on_the_way(sizes, seed):
+    log = RowLog(VectorRows(8), UnitCache(0), 0)
+    order = np.random.default_rng(seed)
+    for size in sizes:
+        log.append(log.pack(rows_like("noise", size, 8, seed), np.array([size])), size)
+    for rows in np.array_split(order.permutation(log.end), 20):
+        log.release(rows)
+        ranges = log.sparse_ranges()
+        assert log.num_sparse_rows == int((ranges[:, 1] - ranges[:, 0]).sum())
+        twin = RowLog(VectorRows(8), UnitCache(0), 0)
+        twin.restore(log.segments(), log.end)
+        assert twin.num_rows == log.num_rows
+    assert log.num_rows == log.num_sparse_rows == 0
 
 
 def test_many_rows_are_decoded_on_several_threads_just_the_same():

@@ -1,5 +1,6 @@
 """Saved, killed, damaged, restored: nothing that was saved is lost without a word."""
 
+import copy
 import logging
 import os
 import pickle
@@ -731,3 +732,78 @@ def test_a_head_that_no_writer_writes_is_an_error_of_one_sentence(tmp_path, kind
         assert len(other) == length
     else:  # the parts told what there is
         assert other.num_episodes == 2
+
+
+def changed(state, path, value):
+    """Return a copy of a state with another value at a place."""
+    state = copy.deepcopy(state)
+    place = state
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    return state
+
+
+def unfinished_storage():
+    storage = PackedEpisodeStorage(50)
+    steps = rollout(1, 30).reshape(-1)
+    storage.set(range(20), steps[:20])
+    storage.set(range(20, 30), steps[20:])
+    return storage
+
+
+def unfinished_store():
+    store = filled(2)
+    for number in range(90):
+        store.append({name: values[:1] for name, values in episode(2, number, image=True).items()}, stream=3)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("plain", "base"), 7),
+        (("plain", "num_slots"), 1 << 62),
+        (("plain", "storage", "last_cursor"), "x"),
+        (("plain", "storage", "last_cursor"), {}),
+        (("plain", "storage", "layout", "bare"), True),
+        (("plain", "schema", "leaves", 0, "shape"), [-1]),
+        (("plain", "schema", "columns", 0, "row_bytes"), 1 << 40),
+        (("arrays", "open_slots/0"), torch.full((10, 1), 50)),
+        (("arrays", "open_slots/0"), torch.full((10, 1), -1)),
+    ],
+)
+def test_a_state_of_a_storage_that_cannot_be_right_is_refused_before_anything_changes(path, value):
+    storage = PackedEpisodeStorage(50)
+    with pytest.raises(StateMismatchError) as caught:
+        storage.load_state_dict(changed(unfinished_storage().state_dict(), path, value))
+    assert "\n" not in str(caught.value)
+    assert not storage.initialized
+    storage.load_state_dict(unfinished_storage().state_dict())
+    assert len(storage) == 30
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("plain", "num_slots"), 1 << 62),
+        (("plain", "num_slots"), None),
+        (("plain", "store", "generator", "bit_generator"), "other"),
+        (("plain", "store", "generator", "state", "state"), -1),
+        (("plain", "store", "generator", "has_uint32"), 1 << 40),
+        (("plain", "store", "open", 0, 1, 0), "other"),
+        (("plain", "store", "open", 1, 2, 0), 1 << 40),
+        (("plain", "schema", "leaves", 0, "key"), ["other"]),
+        (("plain", "schema", "columns", 0, "row_bytes"), 1 << 40),
+        (("arrays", "held/1/0"), torch.arange(3)),
+    ],
+)
+def test_a_state_of_a_store_that_cannot_be_right_is_refused_before_anything_changes(path, value):
+    store = filled(3)
+    before = store.get(np.arange(len(store)))
+    with pytest.raises(StateMismatchError) as caught:
+        store.load_state_dict(changed(unfinished_store().state_dict(), path, value))
+    assert "\n" not in str(caught.value)
+    assert_same(store.get(np.arange(len(store))), before)
+    store.load_state_dict(unfinished_store().state_dict())
+    assert store.num_episodes == 2

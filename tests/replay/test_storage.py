@@ -20,6 +20,7 @@ from torchrl.data import (
 from torchrl.envs.transforms import Compose, RenameTransform, RewardScaling
 
 from slipstream import ConfigurationError, OutOfRangeError, PackedEpisodeStorage, ReplayError, UnsupportedStateError
+from slipstream.replay.log import RowLog
 from tests.replay.samples import assert_same, rollout
 
 
@@ -548,3 +549,29 @@ def test_one_prefetching_thread_draws_the_same_batches_as_none():
     for one, other in zip(*drawn, strict=True):
         for key in ("index", "o", ("next", "o")):
             assert torch.equal(one[key], other[key])
+
+
+def test_what_was_decoded_while_a_write_failed_is_not_found_later(monkeypatch):
+    """The columns of a write that fails are gone, and rows of others may have the same numbers."""
+    storage = PackedEpisodeStorage(200)
+    image = torch.randint(0, 5, (40, 36, 30), dtype=torch.uint8)
+    noise = torch.randn(41, 6)
+    follows = TensorDict({"o": noise[:-1], "image": image, "next": {"o": noise[1:]}}, [40])
+    other = TensorDict({"o": torch.randn(40, 6), "image": image, "next": {"o": torch.randn(40, 6)}}, [40])
+    storage.set(range(10), follows[:10])
+    pack = RowLog.pack
+
+    def fail(log, rows, runs):
+        if log.packer.kind == "images":
+            storage.get(torch.arange(10))
+            raise MemoryError
+        return pack(log, rows, runs)
+
+    monkeypatch.setattr(RowLog, "pack", fail)
+    with pytest.raises(MemoryError):
+        storage.set(range(10, 30), follows[10:30])
+    monkeypatch.undo()
+    storage.set(range(10, 50), other)
+    found = storage.get(torch.arange(8))
+    for key in ("o", ("next", "o")):
+        assert torch.equal(found[key], follows[:8][key])

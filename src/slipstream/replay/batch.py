@@ -6,7 +6,7 @@ tensors that have another shape in each step, become one Python object per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from tensordict import (
 from torch.utils import _pytree as pytree
 
 from slipstream.batches import build, flatten
-from slipstream.errors import ReplayError, UnsupportedStateError
+from slipstream.errors import ReplayError, StateMismatchError, UnsupportedStateError
 from slipstream.replay.objects import RAGGED, Cells, as_non_tensor, cells_of
 from slipstream.replay.roles import Key
 from slipstream.replay.trees import Tree, split_tree
@@ -156,6 +156,11 @@ class Layout:
             tree = Tree.from_json(document["tree"])
         names = tuple(document["extra_names"])
         return cls(extra, names, inner, required, bool(document["bare"]), tree=tree)
+
+    def check(self, keys: Collection[Key]) -> None:
+        """Raise `StateMismatchError` unless steps of these keys can be built."""
+        if self.is_bare and _BARE not in keys:
+            raise StateMismatchError("the state is that of a storage of tensors, and has none")
 
 
 @dataclass(frozen=True)

@@ -186,9 +186,9 @@ class Column:
         """Return the places of slots whose rows should be packed again; none if that would not free much."""
         if self._log is None:
             return np.empty(0, np.int64)
-        num_sparse, ranges = self._log.sparse_rows()
-        if num_sparse <= max(_OPEN_STEPS, self._log.num_rows // 2):
+        if self._log.num_sparse_rows <= max(_OPEN_STEPS, self._log.num_rows // 2):
             return np.empty(0, np.int64)
+        ranges = self._log.sparse_ranges()
         part = np.searchsorted(ranges[:, 0], self.row_of, side="right") - 1
         return np.flatnonzero((part >= 0) & (self.row_of < ranges[part, 1]))
 

@@ -39,7 +39,7 @@ from slipstream.replay.open_episodes import (
     held_bytes,
 )
 from slipstream.replay.prefix_sum import PrefixSum
-from slipstream.replay.saving import Saved, from_state, reading, to_state
+from slipstream.replay.saving import MALFORMED, Saved, from_state, reading, to_state
 from slipstream.replay.schema import FRAME, STEP, Leaf, Packing, leaf_of_array
 from slipstream.replay.steps import Steps
 from slipstream.trajectory import NEXT
@@ -154,11 +154,12 @@ class EpisodeStore:
         stream = operator.index(stream)
         with self._steps.writing:
             check_rows(arrays, self._known_arrays())
-            if self._frame_names is not None and not self._steps.leaves:
-                self._settle(arrays, self._frame_names)
             episode = self._open.get(stream) or OpenEpisode()
-            growth = episode.plan(arrays, self._frames_of_schema(), self._steps)
-            self._check_open(episode, growth)
+            with self._steps.unchanged_on_error():
+                if self._frame_names is not None and not self._steps.leaves:
+                    self._settle(arrays, self._frame_names)
+                growth = episode.plan(arrays, self._frames_of_schema(), self._steps)
+                self._check_open(episode, growth)
             with self._steps.lock:
                 episode.commit(growth, self._steps)
                 self._open[stream] = episode
@@ -191,16 +192,12 @@ class EpisodeStore:
             known = {name: leaf_of_array((name,), array, STEP) for name, array in arrays.items()}
         num_steps = check_episode(arrays, frames, known)
         self._check_frames(episode.num_packed + num_steps + 1)
-        if not self._steps.leaves:
-            self._settle(arrays, frames)
-        packed = self._steps.pack_run(step_block(arrays, frames, num_steps), num_steps)
-        try:
+        # A first episode that is refused, or cannot be packed, does not decide what the others are made of.
+        with self._steps.unchanged_on_error():
+            if not self._steps.leaves:
+                self._settle(arrays, frames)
+            packed = self._steps.pack_run(step_block(arrays, frames, num_steps), num_steps)
             self._check_bytes(episode, packed)
-        except ReplayError:
-            # A first episode that is refused does not decide what the others are made of.
-            if not self._counts["episodes_added"] and not self._frame_names:
-                self._steps.reset(0)
-            raise
         total = episode.num_packed + num_steps
         with self._steps.lock:
             rows = [np.concatenate(parts) for parts in zip(*episode.rows, self._steps.append_run(packed), strict=True)]
@@ -458,7 +455,9 @@ class EpisodeStore:
         with self._steps.writing:
             try:
                 self._become(from_snapshot(from_state(state_dict)))
-            except CorruptFileError as error:
+            except (CorruptFileError, *MALFORMED) as error:
+                if isinstance(error, StateMismatchError):
+                    raise
                 raise StateMismatchError(f"the state is not that of an episode store ({error})") from error
             self._saved = {}
 

@@ -2,7 +2,7 @@
 
 A *segment* is what was packed at once: rows with consecutive numbers, cut into *units* that are decoded on their own
 (see `packing`), whose bytes are one object. Numbers are never used twice. A segment is dropped as soon as no slot shows
-a row of it; one with few such rows is named by `sparse_rows`, so that its owner can pack them again.
+a row of it; one with few such rows is named by `sparse_ranges`, so that its owner can pack them again.
 
 A log has no lock. Its owner appends, releases and locates under a lock, and packs and decodes outside of it: `Located`
 holds on to the bytes that it needs.
@@ -55,8 +55,14 @@ class UnitCache:
         self.hits = 0
         self.misses = 0
         self.nbytes = 0
+        self._num_logs = 0
         self._units: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._lock = threading.Lock()
+
+    def new_log(self) -> int:
+        """Return a number for a log that no other log of this cache had, not even one that is gone."""
+        self._num_logs += 1
+        return self._num_logs - 1
 
     def find(self, log: int, numbers: Sequence[int]) -> list[bytes | None]:
         """Return the units that are here, None for the others."""
@@ -181,6 +187,8 @@ class RowLog:
         """The bytes of all units."""
         self.num_rows = 0
         """How many rows there are, whether a slot shows them or not."""
+        self.num_sparse_rows = 0
+        """How many of them are in sparse segments. Counted on the way, so that looking costs nothing."""
         self._cache = cache
         self._number = number
         self._threads = threads or default_threads()
@@ -240,6 +248,7 @@ class RowLog:
         self._rows[place] = segment.num_rows
         self._first_units[place] = first
         self._shown[place] = num_shown
+        self.num_sparse_rows += self._sparse_rows_of(slice(place, place + 1))
         self._contents.append(units.content)
         self._num_segments += 1
         self.packed_bytes += segment.nbytes
@@ -251,8 +260,10 @@ class RowLog:
         if not len(rows):
             return
         segment = self._segment_of(rows)
-        np.subtract.at(self._shown, segment, 1)
         touched = np.unique(segment)
+        self.num_sparse_rows -= self._sparse_rows_of(touched)
+        np.subtract.at(self._shown, segment, 1)
+        self.num_sparse_rows += self._sparse_rows_of(touched)
         for number in touched[self._shown[touched] <= 0].tolist():
             self._drop(number)
         if 2 * self._num_dropped > self._num_entries > _LEAST:
@@ -274,6 +285,7 @@ class RowLog:
         if content is None:
             return
         units = self._units_of(segment)
+        self.num_sparse_rows -= self._sparse_rows_of(slice(segment, segment + 1))
         self._contents[segment] = None
         self._num_segments -= 1
         self.packed_bytes -= len(content)
@@ -301,6 +313,7 @@ class RowLog:
         self._num_dropped = 0
         self.packed_bytes = 0
         self.num_rows = 0
+        self.num_sparse_rows = 0
 
     def segments(self) -> list[Segment]:
         """Return all segments; they share the packed bytes with the log."""
@@ -335,6 +348,7 @@ class RowLog:
         """Count which rows slots show after `restore`, and drop the other segments."""
         shown = np.bincount(self._segment_of(rows), minlength=len(self._contents))
         self._shown[: len(self._contents)] = shown
+        self.num_sparse_rows = self._sparse_rows_of(slice(len(self._contents)))
         for number in np.flatnonzero(shown == 0).tolist():
             self._drop(number)
 
@@ -353,14 +367,21 @@ class RowLog:
         """Return which units were not lost. Only rows without bytes are in units without bytes."""
         return np.asarray((self._begins[unit + 1] > self._begins[unit]) | (self.packer.row_bytes == 0))
 
-    def sparse_rows(self) -> tuple[int, NDArray[np.int64]]:
-        """Return how many rows sparse segments have, and the first row and the end of each such segment."""
-        count = len(self._contents)
-        shown = self._shown[:count]
-        num_rows = self._rows[:count]
-        is_sparse = (shown >= 0) & (shown <= _SPARSE_SHARE * num_rows)
-        firsts = self._first_rows[:count][is_sparse]
-        return int(num_rows[is_sparse].sum()), np.stack([firsts, firsts + num_rows[is_sparse]], axis=1)
+    def sparse_ranges(self) -> NDArray[np.int64]:
+        """Return the first row and the end of each sparse segment."""
+        every = slice(len(self._contents))
+        is_sparse = self._is_sparse(every)
+        firsts = self._first_rows[every][is_sparse]
+        return np.stack([firsts, firsts + self._rows[every][is_sparse]], axis=1)
+
+    def _sparse_rows_of(self, segments: slice | NDArray[np.int64]) -> int:
+        """Return how many rows those of some segments have that are sparse."""
+        return int(self._rows[segments][self._is_sparse(segments)].sum())
+
+    def _is_sparse(self, segments: slice | NDArray[np.int64]) -> NDArray[np.bool_]:
+        shown = self._shown[segments]
+        # A number below 0 stands for a dropped segment.
+        return np.asarray((shown >= 0) & (shown <= _SPARSE_SHARE * self._rows[segments]))
 
     def locate(self, rows: RowNumbers) -> Located:
         """Find rows and hold on to them, so that they can be fetched whatever is dropped meanwhile.

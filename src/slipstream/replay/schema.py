@@ -250,14 +250,34 @@ class Schema:
                 known = known and leaf.start + leaf.nbytes <= packers[leaf.column].row_bytes
             if not known:
                 raise CorruptFileError(f"invalid schema of a replay buffer ({leaf.name!r} has no place in its rows)")
-        return cls(leaves, packers)
+        schema = cls(leaves, packers)
+        schema._check()
+        return schema
+
+    def _check(self) -> None:
+        """Raise `CorruptFileError` unless columns are as large as their leaves, and frames have what they led to."""
+        for number, packer in enumerate(self.packers):
+            ends = [leaf.start + leaf.nbytes for leaf in self.of_column(number) if leaf.kind != NEXT]
+            if max(ends, default=-1) != packer.row_bytes:
+                raise CorruptFileError(f"invalid schema of a replay buffer (rows of {packer.row_bytes} bytes)")
+        nexts = []
+        for leaf in self.leaves.values():
+            if leaf.kind != NEXT:
+                continue
+            frame = self.leaves.get(frame_key(leaf.key))
+            if frame is None or replace(leaf, key=frame.key, kind=FRAME) != frame:
+                raise CorruptFileError(f"invalid schema of a replay buffer ({leaf.name!r} has no frame)")
+            nexts.append(frame.key)
+        frames = [leaf.key for leaf in self.leaves.values() if leaf.kind == FRAME]
+        if sorted(nexts) != sorted(frames):
+            raise CorruptFileError(f"invalid schema of a replay buffer ({frames} are frames, {nexts} have a next)")
 
 
 def _leaf_from_json(item: Mapping[str, Any]) -> Leaf:
     return Leaf(
         tuple(map(str, item["key"])),
         parse_torch_dtype(item["dtype"]).name,
-        tuple(map(int, item["shape"])),
+        _shape_from_json(item["shape"]),
         str(item["kind"]),
         int(item["column"]),
         int(item["start"]),
@@ -273,7 +293,7 @@ def _packer_from_json(item: Mapping[str, Any]) -> RowPacker:
     if jpeg is not None:
         jpeg = int(jpeg)
         check_quality(jpeg)
-    shape = tuple(map(int, item["shape"]))
+    shape = _shape_from_json(item["shape"])
     line_bytes = int(item["line_bytes"])
     row_bytes = int(item["row_bytes"])
     dtype = str(item.get("dtype", BYTES))
@@ -283,6 +303,13 @@ def _packer_from_json(item: Mapping[str, Any]) -> RowPacker:
     if row_bytes < 1 or expected != row_bytes or line_bytes != line_bytes_of(shape):
         raise ValueError(f"an image of {row_bytes} bytes has shape {list(shape)}")
     return ImageRows(row_bytes, line_bytes, jpeg, shape, bool(item["stored"]), dtype)
+
+
+def _shape_from_json(document: Any) -> tuple[int, ...]:
+    shape = tuple(map(int, document))
+    if min(shape, default=0) < 0:
+        raise ValueError(f"a shape is {list(shape)}")
+    return shape
 
 
 def frame_key(key: Key) -> Key:

@@ -154,7 +154,7 @@ class Steps:
         self.schema = self.schema.with_leaves(leaves, self._packing, scaled)
         self._add_raw(leaves)
         for number in range(len(self._columns), len(self.schema.packers)):
-            log = RowLog(self.schema.packers[number], self.cache, number, self._threads)
+            log = RowLog(self.schema.packers[number], self.cache, self.cache.new_log(), self._threads)
             self._columns.append(Column(self.schema.of_column(number), log, self.num_slots))
 
     def _add_raw(self, leaves: Sequence[Leaf]) -> None:
@@ -536,21 +536,25 @@ class Steps:
         schema = Schema.from_json(plain["schema"])
         if len(snapshot.segments) != len(schema.packers) or self.num_slots < 0 or self.num_streams < 1:
             raise StateMismatchError(f"the state has {len(snapshot.segments)} columns, expected {len(schema.packers)}")
+        for number in range(len(schema.packers)):
+            # Before tables of that length are made.
+            if np.size(arrays[f"rows/{number}"]) != self.num_slots:
+                raise StateMismatchError(f"column {number} is not a table of {self.num_slots} slots")
         self.schema = schema
         raw_leaves = [leaf for leaf in schema.leaves.values() if leaf.kind == RAW]
         for number, leaf in enumerate(raw_leaves):
             values = np.array(arrays[f"raw/{number}"])
             self._raw[leaf.key] = values.view(leaf.carrier).reshape(self.num_slots, *leaf.shape)
-        damaged = np.zeros(self.num_slots, np.bool_)
+        damaged = [np.empty(0, np.int64)]
         for number, packer in enumerate(schema.packers):
-            log = RowLog(packer, self.cache, number, self._threads)
+            log = RowLog(packer, self.cache, self.cache.new_log(), self._threads)
             column = Column(schema.of_column(number), log, self.num_slots)
             column.row_of = np.array(arrays[f"rows/{number}"], np.int64).reshape(self.num_slots)
             self._columns.append(column)
             self._restore_open(column, number, arrays)
             log.restore(snapshot.segments[number], int(plain["ends"][number]))
-            damaged |= column.is_lost(column.row_of)
-        lost = np.flatnonzero(damaged)
+            damaged.append(np.flatnonzero(column.is_lost(column.row_of)))
+        lost = np.unique(np.concatenate(damaged))
         complete = [self._is_complete(rows) for rows in held]
         nothing = np.empty(0, np.int64)
         for number, column in enumerate(self._columns):
@@ -570,6 +574,8 @@ class Steps:
         slots = np.array(arrays.get(f"open_slots/{number}", np.empty((0, 1))), np.int64)
         values = {}
         if len(slots):
+            if slots.min() < self._base or slots.max() >= self._base + self.num_slots:
+                raise CorruptFileError("open steps are in slots that do not exist")
             for place, leaf in enumerate(column.leaves):
                 stored = np.array(arrays[f"open/{number}/{place}"]).view(leaf.carrier)
                 values[leaf.key] = stored.reshape(*slots.shape, *leaf.shape)

@@ -199,6 +199,8 @@ def load_packed(storage: TorchRLContract, snapshot: Snapshot, layout: Layout, ob
         length = int(plain["len"])
         newest = int(plain["newest"])
         cursor = plain["last_cursor"]
+        if cursor is not None:
+            cursor = int(cursor)
         runs = Runs(ring.num_times, ring.width)
         runs.of[:] = snapshot.arrays["runs"].reshape(runs.of.shape)
         runs.follows[:] = snapshot.arrays["follows"].reshape(runs.of.shape)
@@ -206,9 +208,12 @@ def load_packed(storage: TorchRLContract, snapshot: Snapshot, layout: Layout, ob
         runs.find_holes(-(-length // ring.width))
         if not 0 <= length <= ring.num_slots or not -1 <= newest < ring.num_times:
             raise StateMismatchError(f"{length} steps in {ring.num_slots} slots, the newest at {newest}")
-        if int(snapshot.plain["num_slots"]) != ring.num_slots or int(snapshot.plain["base"]) != 0:
+        if int(snapshot.plain["base"]):
+            raise StateMismatchError(f"the first slot is {snapshot.plain['base']}, expected 0")
+        if int(snapshot.plain["num_slots"]) != ring.num_slots:
             raise StateMismatchError(f"a table of {snapshot.plain['num_slots']} slots for {ring.num_slots}")
         steps, lost, _ = storage.steps.rebuild(snapshot)
+        layout.check(steps.schema.leaves)
     except MALFORMED as error:
         if isinstance(error, SlipstreamError):
             raise

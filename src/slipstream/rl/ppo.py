@@ -175,7 +175,8 @@ class PPO:
         Raises:
             NonFiniteError: If a target, a loss or a gradient is not finite. Bad targets leave the policy as it was; a
                 bad minibatch is not applied, those before it are.
-            ConfigurationError: If there are not enough steps for the minibatches.
+            ConfigurationError: If there are not enough steps for the minibatches, or, with a group, not
+                `num_minibatches` of them.
             RolloutError: If the batch is not ``[environment, time]``.
             RankLostError: If another process of the group has exited.
         """
@@ -303,6 +304,11 @@ class PPO:
                 for number in range(self.config.num_minibatches):
                     metrics, gradients = self._sum_shards(group, iterators)
                     rows.append(self._step(metrics, gradients, f"epoch {epoch}, minibatch {number}"))
+                for iterator in iterators:
+                    if next(iterator, None) is not None:
+                        raise ConfigurationError(
+                            f"a shard has more than num_minibatches={self.config.num_minibatches} minibatches"
+                        )
             return {**self._finish(rows), "explained_variance": explained, "staleness": float(staleness), **lag}
 
     def _sum_shards(
