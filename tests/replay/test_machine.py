@@ -108,7 +108,7 @@ class StorageMachine(RuleBasedStateMachine):
         self.ndim = ndim
         self.num_streams = 1 if ndim == 1 else num_streams
         self.max_size = max_size
-        self.options = {"pack_images": pack_images, "cache_bytes": cache_bytes}
+        self.options: dict[str, Any] = {"pack_images": pack_images, "cache_bytes": cache_bytes}
         self.world = World(kind, self.num_streams, with_ids, seed)
         self.theirs = self.buffer(LazyTensorStorage(max_size, ndim=ndim))
         self.ours = self.packed_buffer()
