@@ -251,10 +251,10 @@ class Schema:
             if not known:
                 raise CorruptFileError(f"invalid schema of a replay buffer ({leaf.name!r} has no place in its rows)")
         schema = cls(leaves, packers)
-        schema._check()
+        schema.check()
         return schema
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise `CorruptFileError` unless columns are as large as their leaves, and frames have what they led to."""
         for number, packer in enumerate(self.packers):
             ends = [leaf.start + leaf.nbytes for leaf in self.of_column(number) if leaf.kind != NEXT]
