@@ -212,8 +212,7 @@ class PPO:
         self.policy.precision = self.config.precision
 
     def _objective(self) -> Objective:
-        coefficient = 0.0 if self._teacher is None else self.teacher_coefficient
-        return Objective(self.policy, self.config, self._features, coefficient)
+        return Objective(self.policy, self.config, self._features, self.teacher_coefficient)
 
     def _finish(self, rows: Sequence[Metrics]) -> dict[str, float]:
         """Count an update, and return the means of its metrics."""
@@ -228,15 +227,13 @@ class PPO:
         targets = estimate_targets(self.policy, batch, navrl_compat=self.config.navrl_compat)
         raw = targets.advantage
         advantage = (raw - raw.mean()) / raw.std().clamp(min=_LEAST_DEVIATION)
-        self._require_finite_targets(Targets(targets.reward, targets.value, advantage, targets.target))
+        checked = Targets(targets.reward, targets.value, advantage, targets.target)
+        require_finite(f"update {self.num_updates}", checked.named(), "the policy is as it was")
         norm = self.policy.value_norm
         norm.update(targets.target)
         batch.set(ADVANTAGE, advantage)
         batch.set(RETURN, norm.normalize(targets.target))
         return float(explained_variance(targets.value, targets.target))
-
-    def _require_finite_targets(self, targets: Targets) -> None:
-        require_finite(f"update {self.num_updates}", targets.named(), "the policy is as it was")
 
     def _set_lesson(self, batch: Any, threads: int) -> None:
         """Write into a rollout what the teacher would do, about other environments in each update."""
@@ -257,9 +254,8 @@ class PPO:
             is_free = self.config.navrl_compat and name == "feature_extractor"
             limit = float("inf") if is_free else self.config.max_grad_norm
             metrics[f"{name}_grad_norm"] = nn.utils.clip_grad_norm_(part.parameters(), limit)
-        outcome = "this step was not taken, and parameters are as after the step before"
         try:
-            require_finite(f"update {self.num_updates}, {where}", metrics, outcome)
+            require_finite(f"update {self.num_updates}, {where}", metrics, "this step was not taken")
         except ArithmeticError:
             for optimizer in self._optimizers.values():
                 optimizer.zero_grad()
@@ -364,7 +360,7 @@ class PPO:
         moments = Moments(group.sum([Moments.row(targets) for targets in estimates]))
         if not moments.are_finite():
             for targets in estimates:
-                self._require_finite_targets(targets)
+                require_finite(f"update {self.num_updates}", targets.named(), "the policy is as it was")
             raise NonFiniteError(
                 f"update {self.num_updates}: the targets of a shard of another process are not finite; the policy is "
                 "as it was"
