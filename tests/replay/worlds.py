@@ -138,6 +138,7 @@ class Order:
     def lose(self, time: int, stream: int) -> None:
         """Note that a step is lost."""
         self.written[time][stream] = NO_STEP
+        self.before[time][stream] = NO_STEP
 
     def slots(self) -> list[tuple[int, int]]:
         """Return the slots that have a step."""
