@@ -97,6 +97,8 @@ def replay_buffer() -> TensorDictReplayBuffer:
     rng = np.random.default_rng(3)
     state = np.cumsum(rng.normal(scale=0.1, size=(2, 25, 5)), axis=1).astype(np.float32)
     pixels = rng.integers(0, 9, (2, 25, 3, 20, 24)).astype(np.uint8)
+    # Numbers that are bytes divided by 255, which are packed as bytes.
+    camera = rng.integers(0, 9, (2, 25, 32, 40)).astype(np.float32) / np.float32(255)
     done = np.zeros((2, 24, 1), bool)
     done[0, 9] = True
     done[1, 17] = True
@@ -106,10 +108,12 @@ def replay_buffer() -> TensorDictReplayBuffer:
         {
             "state": torch.from_numpy(state[:, :-1].copy()),
             "pixels": torch.from_numpy(pixels[:, :-1].copy()),
+            "camera": torch.from_numpy(camera[:, :-1].copy()),
             "action": torch.from_numpy(rng.normal(size=(2, 24, 2)).astype(np.float32)),
             "next": {
                 "state": torch.from_numpy(after),
                 "pixels": torch.from_numpy(pixels[:, 1:].copy()),
+                "camera": torch.from_numpy(camera[:, 1:].copy()),
                 "done": torch.from_numpy(done),
                 "terminated": torch.from_numpy(done.copy()),
                 "reward": torch.from_numpy(rng.normal(size=(2, 24, 1)).astype(np.float32)),
