@@ -98,6 +98,9 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
     def same(*names: str) -> dict[str, str]:
         return {name: name for name in names}
 
+    stable = {"stable-baselines3": "stable-baselines3, opt"}
+    memory_peers = {"cpprb": "cpprb", **stable}
+    batch_peers = {"stable-baselines3": "stable-baselines3", "cpprb": "cpprb", "sb3-extra-buffers": "sb3-extra"}
     return [
         (
             "Flights through unseen obstacles that reach the goal, `preset=quick` and `strong`",
@@ -154,19 +157,19 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
         (
             "LiDAR replay, memory of LazyTensorStorage's",
             replay("slipstream", "of Lazy"),
-            peers(lambda row: replay(row, "of Lazy"), same("cpprb", "CompressedListStorage")),
+            peers(lambda row: replay(row, "of Lazy"), {"sb3-extra-buffers": "sb3-extra", **memory_peers}),
             "replay",
         ),
         (
             "Its batch of 256, CPU time",
             f"{replay('slipstream', 'CPU ms')} ms",
-            peers(lambda row: replay(row, "CPU ms"), same("LazyTensorStorage", "CompressedListStorage"), " ms"),
+            peers(lambda row: replay(row, "CPU ms"), {"LazyTensorStorage": "LazyTensor", **batch_peers}, " ms"),
             "replay",
         ),
         (
             "Stacked camera frames, memory of LazyTensorStorage's",
             stacks("slipstream"),
-            peers(stacks, {"cpprb": "cpprb, next and frames", "CompressedListStorage": "CompressedListStorage"}),
+            peers(stacks, {"cpprb": "cpprb, next and frames", **stable}),
             "replay",
         ),
         (
