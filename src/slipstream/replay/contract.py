@@ -50,8 +50,18 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
     objects: Objects
     saved: dict[str, Saved]
     _last_cursor: Any
+    _num_steps: int
     _order: RingOrder
     _owner: int | None
+
+    @property
+    def _len(self) -> int:
+        # TorchRL keeps it in memory that forked processes share: a child would have the length of its parent.
+        return self._num_steps
+
+    @_len.setter
+    def _len(self, value: int) -> None:
+        self._num_steps = value
 
     def _forget(self) -> None:
         """Become as after `__init__`."""
@@ -290,7 +300,7 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
             state["len__context"] = self._len
             state["content"] = packed_snapshot(self) if self.initialized else None
             state["objects"] = self.objects.copy()
-        for name in ("steps", "_order", "_len_value"):
+        for name in ("steps", "_order", "_num_steps"):
             state.pop(name, None)
         state["packing"] = self.steps.settings()
         state["saved"] = {}
