@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers.storages import Storage
 
+from slipstream.compiling import untraced
 from slipstream.errors import ReplayError
 from slipstream.replay.batch import Layout
 from slipstream.replay.checkpointer import PackedCheckpointer
@@ -30,11 +31,6 @@ from slipstream.replay.schema import Leaf
 from slipstream.replay.steps import Steps
 from slipstream.replay.storage_state import load_packed, load_state, packed_snapshot, storage_state
 from slipstream.text import format_bytes
-
-
-def not_compiled(method: Any) -> Any:
-    """Keep ``torch.compile`` from tracing a method: a compiled function calls it as it is."""
-    return torch.compiler.disable(method)  # type: ignore[no-untyped-call]
 
 
 class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
@@ -156,7 +152,7 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
     def _total_shape(self) -> torch.Size | None:
         return torch.Size(self.ring.shape) if self.initialized else None
 
-    @not_compiled
+    @untraced
     def _empty(self) -> None:
         with self.steps.writing, self.steps.lock:
             self._forget()
@@ -169,12 +165,12 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
     def _bump_mutation_revision(self) -> None:
         """Do nothing: TorchRL calls this after a change through a view, which was counted when it was made."""
 
-    @not_compiled
+    @untraced
     def _rand_given_ndim(self, batch_size: int) -> Any:
         """Draw steps at random, all with the same chance; those that were lost are never drawn."""
         return self._rand_given_ndim_impl(batch_size)
 
-    @not_compiled
+    @untraced
     def _rand_given_ndim_impl(self, batch_size: int) -> Any:
         if not self.run_table.has_holes:
             return super()._rand_given_ndim_impl(batch_size)
@@ -219,7 +215,7 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
             checked[key] = tensor.to(self.device)
         return checked
 
-    @not_compiled
+    @untraced
     def _apply_conditional_patch(self, index: torch.Tensor, patch: Mapping[Any, torch.Tensor]) -> None:
         coordinates = tuple(index.unbind(-1)) if index.ndim > 1 else (index,)
         slots = self.slots_at(coordinates)

@@ -19,8 +19,8 @@ try:
 except ImportError as error:
     raise ImportError(f"EpisodeSliceSampler needs torchrl: {install_hint('train')}") from error
 
+from slipstream.compiling import untraced
 from slipstream.errors import ConfigurationError, ReplayError
-from slipstream.replay.contract import not_compiled
 from slipstream.replay.draws import Starts, draw_from, draw_starts
 from slipstream.replay.runs import UNUSED
 from slipstream.replay.storage import PackedEpisodeStorage
@@ -74,7 +74,7 @@ class EpisodeSliceSampler(Sampler):  # type: ignore[misc, unused-ignore]
         self.slice_len, self.num_slices = slice_len, num_slices
         self.truncated_key = (truncated_key,) if isinstance(truncated_key, str) else truncated_key
 
-    @not_compiled
+    @untraced
     def sample(self, storage: PackedEpisodeStorage, batch_size: int) -> tuple[tuple[torch.Tensor, ...], dict[Any, Any]]:
         """Draw indices for a batch; see the class.
 

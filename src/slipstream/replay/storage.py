@@ -24,9 +24,10 @@ try:
 except ImportError as error:
     raise ImportError(f"PackedEpisodeStorage needs torchrl: {install_hint('train')}") from error
 
+from slipstream.compiling import untraced
 from slipstream.errors import OutOfRangeError, ReplayError
 from slipstream.replay.batch import Batch, Layout, split, stack_steps, with_time
-from slipstream.replay.contract import TorchRLContract, not_compiled
+from slipstream.replay.contract import TorchRLContract
 from slipstream.replay.indexing import RingShape, is_block, is_single, is_sliced, is_view
 from slipstream.replay.objects import RAGGED, Objects, cells_of
 from slipstream.replay.ring import RingOrder
@@ -122,7 +123,7 @@ class PackedEpisodeStorage(TorchRLContract):
 
     # Writing
 
-    @not_compiled
+    @untraced
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Put steps into slots. Blocks while they are packed, which readers do not.
 
@@ -283,7 +284,7 @@ class PackedEpisodeStorage(TorchRLContract):
         missing = [leaf for leaf in self.steps.leaves if leaf.key not in block]
         return {leaf.key: np.zeros((*slots.T.shape, *leaf.shape), leaf.carrier) for leaf in missing}
 
-    @not_compiled
+    @untraced
     def write(self, key: str | Key, value: Any, index: Any = slice(None)) -> None:
         """Change one tensor of some steps, or add it; steps elsewhere get zeros then.
 
@@ -313,7 +314,7 @@ class PackedEpisodeStorage(TorchRLContract):
             raise ReplayError("key is None, expected the key of a tensor")
         self.write_leaves(self.slots_at(index), {nested: value})
 
-    @not_compiled
+    @untraced
     def write_leaves(self, slots: Slots, values: Mapping[Key, Any]) -> None:
         """Change some leaves of the steps in slots ``[...]`` to values that broadcast to ``[..., leaf]``.
 
@@ -358,7 +359,7 @@ class PackedEpisodeStorage(TorchRLContract):
 
     # Reading
 
-    @not_compiled
+    @untraced
     def get(self, index: Any) -> Any:
         """Return steps, decoded, in new memory; or one tensor of all steps, by its key.
 
@@ -373,7 +374,7 @@ class PackedEpisodeStorage(TorchRLContract):
             return self._member(index)
         return self._read(self.slots_at(index))
 
-    @not_compiled
+    @untraced
     def __getitem__(self, index: Any) -> Any:
         """Return steps whose tensors are decoded when they are asked for; or one tensor of all steps, by its key.
 
