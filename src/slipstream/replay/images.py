@@ -19,7 +19,7 @@ from slipstream.codecs import Planes
 from slipstream.errors import CodecError, ReplayError, SlipstreamError
 from slipstream.replay.jpeg import check_quality, decode_jpeg, encode_jpeg
 from slipstream.replay.packing import ImageRows, Where
-from slipstream.threads import parallel_map
+from slipstream.threads import parallel_each, parallel_map
 
 _MAGIC = b"SLIM\x01"
 _HEADER = struct.Struct("<5sBBB")
@@ -156,8 +156,7 @@ def decompress_image_seq(
             )
         out[number] = image
 
-    for _ in parallel_map(run, range(len(images)), threads):
-        pass
+    parallel_each(run, range(len(images)), threads)
     return out
 
 

@@ -36,7 +36,7 @@ from slipstream.replay.stacks import (
     join_stacks,
     split_stacks,
 )
-from slipstream.threads import default_threads, parallel_map
+from slipstream.threads import default_threads, parallel_each, parallel_map
 
 Rows = NDArray[np.uint8]
 """``[rows, bytes of a row]``."""
@@ -270,8 +270,7 @@ class ImageRows:
         def run(first: int) -> None:
             self.unpack_images(images[first : first + step], out[first : first + step])
 
-        for _ in parallel_map(run, range(0, len(out), step), threads):
-            pass
+        parallel_each(run, range(0, len(out), step), threads)
 
     def unpack_images(self, payloads: Sequence[bytes | memoryview], out: Rows) -> None:
         """Unpack images, each alone, into the rows of `out`.

@@ -388,6 +388,6 @@ def host_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a tensor as the array that carries it; copied only if it is not on the CPU or not contiguous."""
     if tensor.is_meta:
         raise ReplayError("a tensor is on device 'meta' and has no values: move the batch to a real device first")
-    # A view that conjugates or negates has no bytes of its own.
+    # A view that conjugates or negates shares the bytes of another tensor.
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     return array_of(plain.contiguous())

@@ -17,7 +17,6 @@ from slipstream.dist.threads import on_one_thread_each
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 CHUNK = 4096  # samples at a time where no gradient is needed: enough to be fast, few enough to need little memory

@@ -254,8 +254,9 @@ class PPO:
             is_free = self.config.navrl_compat and name == "feature_extractor"
             limit = float("inf") if is_free else self.config.max_grad_norm
             metrics[f"{name}_grad_norm"] = nn.utils.clip_grad_norm_(part.parameters(), limit)
+        outcome = "this step was not taken, and parameters are as after the step before"
         try:
-            require_finite(f"update {self.num_updates}, {where}", metrics, "this step was not taken")
+            require_finite(f"update {self.num_updates}, {where}", metrics, outcome)
         except ArithmeticError:
             for optimizer in self._optimizers.values():
                 optimizer.zero_grad()
