@@ -130,7 +130,13 @@ class TornStateError(SlipstreamError, RuntimeError):
 
 
 class RankLostError(SlipstreamError, RuntimeError):
-    """Another process of a distributed run exited or cannot be reached; the run resumes from its last checkpoint."""
+    """Another process of a distributed run exited or cannot be reached; the run resumes from its last checkpoint.
+
+    Attributes:
+        rank: The number of that process, if that is known.
+    """
+
+    rank: int | None = None
 
 
 class LockedError(SlipstreamError, TimeoutError):

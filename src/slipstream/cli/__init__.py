@@ -67,6 +67,7 @@ def verify(file: FileArgument, *, json: JsonOption = False) -> None:
 
 def main() -> None:
     """Run the command line; an error that we foresee is one line on stderr and exit code 2."""
+    from slipstream.cli.errors import sentence_of  # noqa: PLC0415 - only when there is something to run
     from slipstream.errors import SlipstreamError  # noqa: PLC0415
 
     for stream in (sys.stdout, sys.stderr):
@@ -78,10 +79,8 @@ def main() -> None:
         _explain(error)
     except typer.Abort:
         _fail("stopped")
-    except (SlipstreamError, ImportError) as error:  # an extra that is not installed is named, with how to get it
-        _fail(str(error))
-    except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (SlipstreamError, ImportError, OSError) as error:  # an extra that is not installed is named, with a remedy
+        _fail(sentence_of(error))
     sys.exit(code)
 
 
@@ -95,7 +94,7 @@ def _explain(error: Any) -> NoReturn:
 
 
 def _fail(sentence: str) -> NoReturn:
-    from slipstream.cli.output import plain  # noqa: PLC0415 - only when there is something to say
+    from slipstream.cli.output import print_error  # noqa: PLC0415 - only when there is something to say
 
-    typer.echo(f"slipstream: {plain(sentence).plain}", err=True)
+    print_error(sentence)
     sys.exit(2)

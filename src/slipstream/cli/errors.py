@@ -9,6 +9,13 @@ from pathlib import Path
 from slipstream.errors import CorruptFileError, SlipstreamError
 
 
+def sentence_of(error: BaseException) -> str:
+    """Return what users see of an error that we foresee."""
+    if isinstance(error, OSError) and not isinstance(error, SlipstreamError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Treat any unexpected failure to read a file as damage."""

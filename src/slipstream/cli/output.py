@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +25,11 @@ def print_lines(*lines: str) -> None:
     """Print lines of text."""
     for line in lines:
         console().print(plain(line))
+
+
+def print_error(sentence: str) -> None:
+    """Print one line on stderr that says what went wrong."""
+    typer.echo(f"slipstream: {plain(sentence).plain}", err=True)
 
 
 def print_table(table: Table) -> None:

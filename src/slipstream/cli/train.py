@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +15,8 @@ from slipstream.cli.threads import calm_threads
 from slipstream.text import plural
 
 if TYPE_CHECKING:
+    from slipstream.train.folder import RunFolder
+    from slipstream.train.processes import Processes
     from slipstream.train.settings import TrainSettings
     from slipstream.train.trainer import Trainer
 
@@ -25,6 +31,9 @@ env_dyn.num_obstacles=80 wandb.mode=offline compress_checkpoint=True; preset=qui
 preset=navrl (the default) is the original's training. Everything goes to runs/<name>, and runs/last points to it.
 
 resume=runs/<name> continues that run exactly where it was. Ctrl-C and SIGTERM save and stop, with exit code 130 or 143.
+
+dist.shards=4 devices=2 trains in two processes; one, two or four compute the same run, and any of them may resume it.
+Under torchrun, leave devices out: torchrun --nproc-per-node=2 -m slipstream train dist.shards=4.
 """
 
 
@@ -37,21 +46,33 @@ def train(
 ) -> None:
     """Train; `_HELP` is the text that users see."""
     calm_threads()
-    from slipstream.train.settings import to_yaml  # noqa: PLC0415 - keeps --help quick
-    from slipstream.train.startup import open_run, prepare_process  # noqa: PLC0415
+    from slipstream.train.processes import connect  # noqa: PLC0415 - keeps --help quick
 
-    settings, folder, is_resumed = open_run(overrides or [])
+    processes = connect()
+    with _one_voice(processes):
+        _train(processes, overrides or [], cfg=cfg, evaluate=evaluate, json=json)
+
+
+def _train(processes: Processes | None, overrides: Sequence[str], *, cfg: bool, evaluate: bool, json: bool) -> None:
+    """Train in this process, which may be one of several."""
+    from slipstream.train.processes import restarts_left, under_torchrun  # noqa: PLC0415 - keeps --help quick
+    from slipstream.train.settings import to_yaml  # noqa: PLC0415
+
+    is_first = processes is None or processes.rank == 0
+    settings, folder, is_resumed = _find_run(processes, overrides)
     if cfg:
-        typer.echo(to_yaml(settings), nl=False)
+        if is_first:
+            typer.echo(to_yaml(settings), nl=False)
         return
+    if settings.devices > 1 and not under_torchrun():
+        _launch(settings, folder, overrides, evaluate=evaluate, json=json)
     from slipstream.cli.output import console, print_json, print_lines  # noqa: PLC0415
     from slipstream.train.display import Display  # noqa: PLC0415
     from slipstream.train.trainer import Trainer  # noqa: PLC0415
 
     screen = console(stderr=json)
-    _show_log(screen)
-    for line in prepare_process(settings.num_threads):
-        screen.print(line)
+    screen.quiet = not is_first
+    _prepare(processes, settings, screen)
     display = Display(screen, settings.num_iterations)
     trainer = Trainer(settings, folder, display.update)
     try:
@@ -66,22 +87,102 @@ def train(
         outcome = _outcome(trainer)
         if stopped is not None:
             outcome["stopped"] = stopped.name
-        elif evaluate:
+        elif evaluate and is_first:
             outcome |= _finish(trainer, settings, screen)
     finally:
         trainer.close()
-    if json:
-        print_json(outcome)
-    else:
-        print_lines(*_describe(outcome, settings))
+    if is_first:
+        print_json(outcome) if json else print_lines(*_describe(outcome, settings))
     if stopped is not None:
-        # As a shell reports a process that the signal ended, so that `train && export` stops here.
-        raise typer.Exit(128 + stopped)
-    if not settings.headless and "report" in outcome:
+        # As a shell reports a process that the signal ended, so that `train && export` stops here. But torchrun would
+        # take that for a failure, and start the run again that somebody has stopped.
+        raise typer.Exit(0 if restarts_left() else 128 + stopped)
+    if "report" in outcome and not settings.headless:
         typer.launch(Path(outcome["report"]).absolute().as_uri())
 
 
 train.__doc__ = _HELP
+
+
+def _find_run(processes: Processes | None, overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
+    """Return what `open_run` does, found by the first process."""
+    from slipstream.train.folder import RunFolder  # noqa: PLC0415 - keeps --help quick
+    from slipstream.train.processes import attempt_overrides, settle_devices  # noqa: PLC0415
+    from slipstream.train.startup import open_run  # noqa: PLC0415
+
+    def find() -> tuple[TrainSettings, Path, bool]:
+        settings, folder, is_resumed = open_run(attempt_overrides(overrides))
+        return settle_devices(settings, overrides), folder.path, is_resumed
+
+    settings, path, is_resumed = find() if processes is None else processes.first(find)
+    return settings, RunFolder(path), is_resumed
+
+
+def _prepare(processes: Processes | None, settings: TrainSettings, screen: Any) -> None:
+    """Prepare this process for training, connect it with the others, and say what was set."""
+    from slipstream.train.startup import prepare_process  # noqa: PLC0415 - keeps --help quick
+
+    _show_log(screen, 0 if processes is None else processes.rank)
+    threads = settings.num_threads
+    if settings.dist.shards:
+        # So that results do not depend on the number of cores.
+        threads = 1
+        processes_text = "1 process" if settings.devices == 1 else f"{settings.devices} processes"
+        screen.print(f"{plural(settings.dist.shards, 'shard')} in {processes_text}")
+    for line in prepare_process(threads):
+        screen.print(line)
+    if processes is not None:
+        processes.form_group(settings)
+
+
+def _launch(
+    settings: TrainSettings, folder: RunFolder, overrides: Sequence[str], *, evaluate: bool, json: bool
+) -> None:
+    """Replace this process by torchrun, which starts as many as the settings ask for."""
+    from slipstream.train.processes import torchrun_command  # noqa: PLC0415 - keeps --help quick
+
+    arguments = list(overrides)
+    if not any(override.startswith(("name=", "resume=")) for override in overrides):
+        # The name that comes from the clock is chosen once.
+        arguments.append(f"name={folder.name}")
+    if not evaluate:
+        arguments.append("--no-evaluate")
+    if json:
+        arguments.append("--json")
+    # What torchrun would choose as well, with a warning.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.stdout.flush()
+    command = torchrun_command(settings.devices, arguments)
+    os.execv(command[0], command)  # noqa: S606 - our own interpreter
+
+
+@contextlib.contextmanager
+def _one_voice(processes: Processes | None) -> Iterator[None]:
+    """Let an error of the first process be reported by that one only, and those of others with their number."""
+    if processes is None:
+        yield
+        return
+    from slipstream.cli.errors import sentence_of  # noqa: PLC0415 - keeps --help quick
+    from slipstream.cli.output import print_error  # noqa: PLC0415
+    from slipstream.errors import RankLostError, SlipstreamError  # noqa: PLC0415
+    from slipstream.train.processes import is_copied  # noqa: PLC0415
+
+    waits = True
+    try:
+        yield
+        waits = False
+    except typer.Exit as end:
+        waits = end.exit_code != 0
+        raise
+    except (SlipstreamError, ImportError, OSError) as error:
+        waits = not isinstance(error, RankLostError)
+        if processes.rank == 0:
+            print_error(sentence_of(error))
+        elif not is_copied(error):
+            print_error(f"rank {processes.rank}: {sentence_of(error)}")
+        raise typer.Exit(2) from error
+    finally:
+        processes.leave(waits=waits)
 
 
 def _outcome(trainer: Trainer) -> dict[str, Any]:
@@ -183,8 +284,8 @@ def _describe(outcome: dict[str, Any], settings: TrainSettings) -> list[str]:
     return [*lines, f"report             {outcome['report']}"]
 
 
-def _show_log(screen: Any) -> None:
-    """Print the log of the library above the live panel."""
+def _show_log(screen: Any, rank: int) -> None:
+    """Print the log of the library above the live panel; of processes other than the first, only what is wrong."""
     import logging  # noqa: PLC0415 - keeps --help quick
 
     from rich.logging import RichHandler  # noqa: PLC0415
@@ -194,5 +295,11 @@ def _show_log(screen: Any) -> None:
     for handler in log.handlers.copy():
         if isinstance(handler, RichHandler):
             log.removeHandler(handler)
-    log.addHandler(RichHandler(console=screen, show_path=False, show_level=False))
+    if rank:
+        warnings = logging.StreamHandler()
+        warnings.setLevel(logging.WARNING)
+        warnings.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
+        log.addHandler(warnings)
+    else:
+        log.addHandler(RichHandler(console=screen, show_path=False, show_level=False))
     log.setLevel(logging.INFO)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ class ShardGroup:
 
     If ``torch.distributed`` is initialized when the group is created, for instance under ``torchrun``, the group spans
     its processes; otherwise it is this process alone. All processes have to call the methods that communicate (`sum`,
-    `any`, `gather`, `broadcast`) in the same order, from one thread.
+    `any`, `gather`, `broadcast`, `together`, `first`) in the same order, from one thread.
 
     Args:
         shards: How many shards; a power of two that the number of processes divides.
@@ -141,7 +142,7 @@ class ShardGroup:
             RankLostError: If another process has exited.
         """
         # Each process contributes its flag once, as the row of its first shard.
-        mine = torch.tensor([int(flag)], dtype=torch.int32, device=self._device())
+        mine = torch.tensor([int(flag)], dtype=torch.int32, device=self.device)
         zero = torch.zeros_like(mine)
         return bool(self.sum([mine, *[zero] * (len(self.local_shards) - 1)]).item())
 
@@ -181,6 +182,60 @@ class ShardGroup:
             torch_dist.broadcast_object_list(box)
         return box[0]
 
+    def together(self, function: Callable[[], T]) -> T:
+        """Call a function in every process, and return its result; if it fails in any of them, all of them fail.
+
+        Args:
+            function: What may fail in some processes. It must not communicate.
+
+        Raises:
+            Exception: The exception of the first process that has one. In the other processes, it is a copy with the
+                note "in rank 0", if that was the first.
+            RankLostError: If another process has exited.
+        """
+        if self.world == 1:
+            return function()
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = function()
+        except Exception as raised:  # noqa: BLE001 - raised below, in all processes
+            error = raised
+        errors: list[Exception | None] = [None] * self.world
+        with self._naming_lost_ranks():
+            torch_dist.all_gather_object(errors, None if error is None else portable(error))
+        for rank, found in enumerate(errors):
+            if found is None:
+                continue
+            if rank == self.rank and error is not None:
+                raise error
+            found.add_note(f"in rank {rank}")
+            raise found
+        return result  # type: ignore[return-value]
+
+    def first(self, function: Callable[[], T]) -> T:
+        """Call a function in the first process only, and return its result, or raise its exception, in all of them.
+
+        Args:
+            function: What only one process should do, such as reading a checkpoint. It must not communicate.
+
+        Raises:
+            Exception: What the function raised; see `together`.
+            RankLostError: If another process has exited.
+        """
+
+        def call() -> T | None:
+            return function() if self.rank == 0 else None
+
+        return self.broadcast(self.together(call))  # type: ignore[return-value]
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors have to be for the processes to exchange them."""
+        if self.world > 1 and torch_dist.get_backend() == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
     def _exchange(self, mine: torch.Tensor, partner: int) -> torch.Tensor:
         """Send a tensor to another process and return the one that it sends."""
         mine = mine.contiguous()
@@ -195,12 +250,6 @@ class ShardGroup:
                 request.wait()
         return theirs
 
-    def _device(self) -> torch.device:
-        """Return where tensors have to be for the backend."""
-        if self.world > 1 and torch_dist.get_backend() == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
-
     @contextlib.contextmanager
     def _naming_lost_ranks(self, partner: int | None = None) -> Iterator[None]:
         """Raise `RankLostError` for errors of the network."""
@@ -212,7 +261,9 @@ class ShardGroup:
             if partner is not None:
                 who = f"rank {partner}"
             reason = str(error).partition("\n")[0]
-            raise RankLostError(f"{who} exited or cannot be reached by rank {self.rank} ({reason})") from error
+            lost = RankLostError(f"{who} exited or cannot be reached by rank {self.rank} ({reason})")
+            lost.rank = partner
+            raise lost from error
 
 
 def sum_in_pairs(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -225,6 +276,15 @@ def sum_in_pairs(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     while len(level) > 1:
         level = [level[place] + level[place + 1] for place in range(0, len(level), 2)]
     return level[0]
+
+
+def portable(error: Exception) -> Exception:
+    """Return an exception that other processes can read: the same, or if need be another one with its message."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the same line
+    except Exception:  # noqa: BLE001 - any code may run here, and what is wrong with it does not matter
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _share_of_cores() -> int:

@@ -75,6 +75,8 @@ class NavigationConfig:
         start: ``border``: start and goal anywhere on the square 4 m around the field (NavRL's training). ``through``:
             start anywhere on that square, goal anywhere on the opposite side. ``line``: starts spread along one side,
             goals straight across (NavRL's evaluation).
+        line_part: Which part of that line the drones of a map take, counted from 0, and of how many: ``(1, 4)`` is the
+            second quarter. For environments that share a line.
         inside_starts: Share of the episodes that start at a free place inside the field instead, with the goal as
             above. For training with ``border`` or ``through``.
         dynamics: ``hummingbird``: a quadrotor with a velocity controller. ``lag``: velocities follow commands with a
@@ -131,6 +133,7 @@ class NavigationConfig:
     centred_reward: bool = False
     collision_penalty: float = 0.0
     danger_weight: float = 0.0
+    line_part: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
         require_count("num_envs", self.num_envs, least=1)
@@ -166,6 +169,7 @@ class NavigationConfig:
             )
         if self.start == "line" and self.inside_starts:
             raise ConfigurationError(f"inside_starts is {self.inside_starts}, expected 0 with start='line'")
+        _require_part("line_part", self.line_part)
         slowest, fastest = self.obstacle_speed_m_s
         if not 0 <= slowest <= fastest < math.inf:
             raise ConfigurationError(
@@ -197,3 +201,9 @@ class NavigationConfig:
     def start_half_extent_m(self) -> float:
         """Half the side of the square on whose border drones start."""
         return self.map_half_extent_m + 4.0
+
+
+def _require_part(name: str, value: tuple[int, int]) -> None:
+    part, parts = value
+    if not 0 <= part < parts:
+        raise ConfigurationError(f"{name} is {value}, expected a number from 0 and a larger number of parts")

@@ -52,10 +52,12 @@ def line_tasks(config: NavigationConfig, rows: torch.Tensor) -> tuple[torch.Tens
         rows: The drones, on the CPU.
     """
     per_map = config.num_envs // config.num_maps
+    part, parts = config.line_part
+    places = per_map * parts
     x = torch.zeros(1)
-    if per_map > 1:
-        x = torch.linspace(-1.0, 1.0, per_map)
-    x = (x * (LINE_HALF_WIDTH_M / 20.0 * config.map_half_extent_m))[rows % per_map]
+    if places > 1:
+        x = torch.linspace(-1.0, 1.0, places)
+    x = (x * (LINE_HALF_WIDTH_M / 20.0 * config.map_half_extent_m))[part * per_map + rows % per_map]
     y = torch.full_like(x, config.start_half_extent_m)
     z = torch.full_like(x, LINE_HEIGHT_M)
     return torch.stack([x, y, z], 1), torch.stack([x, -y, z], 1)

@@ -51,6 +51,7 @@ FIXED = frozenset(
         "algo.feature_extractor.dyn_obs_num",
         "algo.training_frame_num",
         "algo.navrl_compat",
+        "dist.shards",
         "name",
         "seed",
     }
@@ -91,7 +92,7 @@ RECORDED = frozenset(
     }
 )
 
-# What is written, shown and logged, and where: no effect on what is learned.
+# What is written, shown and logged, where, and by how many processes: no effect on what is learned.
 FREE = frozenset(
     {
         "run_dir",
@@ -108,6 +109,9 @@ FREE = frozenset(
         "save_compression_level",
         "compress_lidar",
         "tensorboard",
+        "devices",
+        "dist.backend",
+        "dist.timeout_s",
         "wandb.mode",
         "wandb.project",
         "wandb.entity",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,11 @@ class EpisodeStats:
         """Return ``train/stats.<name>``, NavRL's names; nothing before the first episode has ended."""
         if not len(self._rows):
             return {}
-        values = self._rows.double().mean(0).tolist()
-        return {f"train/stats.{name}": value for name, value in zip(STATS, values, strict=True)}
+        return named_means(self._rows.double().mean(0).tolist())
+
+    def sums(self) -> list[float]:
+        """Return the number of episodes, and the sum of each statistic over them."""
+        return [float(len(self._rows)), *self._rows.double().sum(0).tolist()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the episodes that are counted."""
@@ -43,3 +46,8 @@ class EpisodeStats:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Count other episodes instead."""
         self._rows = state["rows"].clone()
+
+
+def named_means(values: Sequence[float]) -> dict[str, float]:
+    """Return the means of all statistics by the names that metrics have."""
+    return {f"train/stats.{name}": value for name, value in zip(STATS, values, strict=True)}

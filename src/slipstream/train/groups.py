@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slipstream.checks import require_choice, require_count, require_number
+from slipstream.errors import ConfigurationError
+
+_LEAST_TIMEOUT_S = 60.0  # the first process says this often that it is still busy with an evaluation
+
 
 @dataclass
 class SensorSettings:
@@ -110,3 +115,70 @@ class WandbSettings:
     entity: str | None
     name: str | None
     run_id: str | None
+
+
+@dataclass
+class DistSettings:
+    """Training in shards, on any number of processes; see ``conf/train.yaml``."""
+
+    shards: int = 0
+    backend: str = "auto"
+    timeout_s: float = 1800.0
+
+    def check(self, devices: int, env: EnvSettings) -> None:
+        """Validate these settings for a number of processes.
+
+        Raises:
+            ConfigurationError: If one is invalid, or they do not fit each other; lists what would.
+        """
+        require_count("devices", devices)
+        require_count("dist.shards", self.shards, least=0)
+        require_choice("dist.backend", self.backend, ("auto", "gloo", "nccl"))
+        require_number("dist.timeout_s", self.timeout_s, _LEAST_TIMEOUT_S)
+        if not self.shards:
+            if devices > 1:
+                raise ConfigurationError(_missing_shards(devices, env))
+            return
+        valid = possible_shards(env)
+        if self.shards not in valid:
+            raise ConfigurationError(
+                f"dist.shards is {self.shards}, expected 0, {_alternatives(valid)}: a power of two that divides "
+                f"env.num_envs={env.num_envs}, and that divides env.num_maps={env.num_maps} or is a multiple of it"
+            )
+        if self.shards % devices:
+            worlds = [shards for shards in valid if shards <= self.shards]
+            raise ConfigurationError(
+                f"{devices} processes cannot divide dist.shards={self.shards} among themselves, expected "
+                f"{_alternatives(worlds)} processes"
+            )
+
+
+def possible_shards(env: EnvSettings) -> list[int]:
+    """Return the numbers of shards that an environment can be divided into."""
+    found = []
+    shards = 1
+    while env.num_envs % shards == 0:
+        # Each shard has whole maps, or is a part of the drones of one map.
+        if env.num_maps % shards == 0 or shards % env.num_maps == 0:
+            found.append(shards)
+        shards *= 2
+    return found
+
+
+def _missing_shards(devices: int, env: EnvSettings) -> str:
+    """Return what is wrong with several processes and no shards."""
+    possible = possible_shards(env)
+    valid = [shards for shards in possible if shards % devices == 0]
+    if not valid:
+        return f"devices is {devices}, expected {_alternatives(possible)} for env.num_envs={env.num_envs}"
+    return (
+        f"dist.shards is 0, expected {_alternatives(valid)} for {devices} processes: set dist.shards={valid[0]}, or "
+        "more to allow for more processes later"
+    )
+
+
+def _alternatives(numbers: list[int]) -> str:
+    names = list(map(str, numbers))
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} or {names[-1]}"

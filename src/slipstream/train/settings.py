@@ -34,6 +34,7 @@ from slipstream.rl.config import ActorConfig, CriticConfig, FeatureExtractorConf
 from slipstream.rl.network import OBSERVATION_SHAPES
 from slipstream.train.groups import (
     AlgoSettings,
+    DistSettings,
     EnvDynSettings,
     EnvSettings,
     SensorSettings,
@@ -108,6 +109,9 @@ class TrainSettings:
     use_pipelined_collector: bool
     prefetch_count: int
     tensorboard: bool
+    # With a default, because the runs of earlier versions have neither.
+    devices: int = 1
+    dist: DistSettings = dataclasses.field(default_factory=DistSettings)
 
     @property
     def frames_per_iteration(self) -> int:
@@ -242,10 +246,12 @@ class TrainSettings:
                 f"the sensor has {lidar.horizontal_beams} x {lidar.vertical_beams} beams, expected 36 x 4: the network "
                 "is NavRL's (sensor.lidar_hres=10 sensor.lidar_vbeams=4)"
             )
-        if self.frames_per_iteration < ppo.num_minibatches:
+        self.dist.check(self.devices, self.env)
+        steps = self.frames_per_iteration // max(1, self.dist.shards)
+        if steps < ppo.num_minibatches:
             raise ConfigurationError(
-                f"env.num_envs x algo.training_frame_num is {self.frames_per_iteration} steps, expected at least one "
-                f"for each of the {ppo.num_minibatches} minibatches"
+                f"env.num_envs x algo.training_frame_num is {steps} steps{' per shard' * bool(self.dist.shards)}, "
+                f"expected at least one for each of the {ppo.num_minibatches} minibatches"
             )
         if self.name is not None and not _is_folder_name(self.name):
             raise ConfigurationError(f"name is {self.name!r}, expected the name of a folder other than 'last'")

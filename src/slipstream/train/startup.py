@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -156,22 +156,50 @@ def _require_same_place(settings: TrainSettings, folder: RunFolder, given: Conta
 
 
 def require_memory(settings: TrainSettings) -> None:
-    """Refuse settings whose rollouts would not fit into memory.
+    """Refuse settings whose rollouts would not fit into memory, with those of the other processes on this machine.
 
     Raises:
         ConfigurationError: If they would not.
     """
     device = settings.torch_device()
+    needed = settings.frames_per_iteration * _BYTES_PER_STEP * _STEPS_HELD / settings.devices
     if device.type == "cuda":
         free: int | None = torch.cuda.mem_get_info(device)[0]
     else:
         free = _free_memory()
-    needed = settings.frames_per_iteration * _BYTES_PER_STEP * _STEPS_HELD
+        needed *= min(settings.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if free is not None and needed > free:
         raise ConfigurationError(
             f"env.num_envs={settings.env.num_envs} times algo.training_frame_num={settings.algo.training_frame_num} "
             f"steps need about {format_bytes(needed)}, and {format_bytes(free)} of memory are free"
         )
+
+
+def numerics() -> dict[str, str]:
+    """Return what the last bits of results depend on besides settings: how torch was built, and for which CPU it runs.
+
+    Example:
+        >>> sorted(numerics())
+        ['cpu', 'torch']
+    """
+    return {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()}
+
+
+def numerics_note(before: Mapping[str, str]) -> str | None:
+    """Return a sentence about what differs from the machine that wrote a checkpoint; None if nothing is known to.
+
+    Args:
+        before: What `numerics` returned there; empty for checkpoints of earlier versions.
+    """
+    names = {"torch": "torch", "cpu": "CPU instructions"}
+    now = numerics()
+    changes = []
+    for name, title in names.items():
+        if name in before and before[name] != now[name]:
+            changes.append(f"{title} {before[name]} -> {now[name]}")
+    if not changes:
+        return None
+    return f"resumed with other arithmetic ({', '.join(changes)}): from here on, results differ in their last bits"
 
 
 def _free_memory() -> int | None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
-from slipstream.checkpoint.manager import CheckpointManager
+import torch
+
+from slipstream.checkpoint.manager import CheckpointManager, Restored
 from slipstream.checkpoint.state import TrainingState
-from slipstream.collect.compressed import CompressedDataCollector
-from slipstream.collect.pipelined import PipelinedDataCollector
-from slipstream.collect.serial import SerialCollector
 from slipstream.errors import ConfigurationError, CorruptFileError, StateMismatchError
 from slipstream.nav.env import NavigationEnv
 from slipstream.nav.frame import velocity_from_unit
@@ -26,6 +24,7 @@ from slipstream.rl.ppo import PPO, Minibatches
 from slipstream.rollout.storage import RolloutStorage
 from slipstream.train.changes import Change, require_resumable, schedule_note
 from slipstream.train.episodes import EpisodeStats
+from slipstream.train.evaluation.flights import OnStep
 from slipstream.train.evaluation.jobs import Job, describe_conditions, run_jobs
 from slipstream.train.evaluation.pilots import policy_candidate
 from slipstream.train.evaluation.results import save_evaluation
@@ -33,9 +32,12 @@ from slipstream.train.evaluation.scenarios import standard_scenarios
 from slipstream.train.folder import RunFolder
 from slipstream.train.loggers import Logger, make_loggers
 from slipstream.train.performance import PerformanceMonitor
-from slipstream.train.schedule import collision_penalty, learning_rate_factor, teacher_coefficient
+from slipstream.train.ranks import Ranks
+from slipstream.train.schedule import learning_rate_factor, teacher_coefficient
 from slipstream.train.settings import TrainSettings
-from slipstream.train.startup import require_memory, seed_everything
+from slipstream.train.shards import Shards, make_collector, make_group, process_device
+from slipstream.train.startup import numerics, numerics_note, require_memory, seed_everything
+from slipstream.train.stopping import stopping_on_signals
 from slipstream.train.teacher import planner_teacher
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 SUMMARY_EVERY = 100  # iterations
 BEST_BY = "train/stats.reach_goal"
 Progress = Callable[[Mapping[str, float]], None]
+T = TypeVar("T")
 
 
 class Trainer:
@@ -56,6 +59,9 @@ class Trainer:
     Creating a trainer locks the folder and writes nothing else. `run` writes the settings, after a `restore` had the
     chance to refuse them.
 
+    With ``dist.shards``, every process of a distributed run creates a trainer and calls the same methods. They share
+    one run. The first process writes, logs and evaluates, and its errors are raised in all.
+
     Args:
         settings: What to train, and how.
         folder: The folder of the run; created if it is missing.
@@ -66,6 +72,7 @@ class Trainer:
         ppo: Policy and optimizers.
         iteration: How many iterations are done.
         monitor: How long each part of an iteration takes.
+        group: The shards of the run, and the processes that share them; None if it is not divided.
 
     Raises:
         ConfigurationError: If the settings are invalid or need more memory than is free, or if another process trains
@@ -85,25 +92,23 @@ class Trainer:
         # A run that is resumed on another machine must not silently compute in another precision.
         algo = dataclasses.replace(settings.algo, precision=settings.precision())
         settings = dataclasses.replace(settings, algo=algo)
+        self.group = make_group(settings)
+        self.ranks = Ranks(self.group)
+        if self.group is not None:
+            settings = dataclasses.replace(settings, devices=self.group.world)
         self.settings = settings
         self.folder = folder
         self._on_iteration = on_iteration
         self._own_loggers = list(loggers)
-        require_memory(settings)
-        device = settings.torch_device()
-        seed_everything(settings.seed)
-        self.env = NavigationEnv(settings.navigation(), device)
-        policy = NavRLPolicy(action_map=velocity_from_unit).to(device)
-        teacher = planner_teacher(self.env.config.lidar)
-        self.ppo = PPO(policy, settings.ppo(), teacher=teacher, compile=settings.algo.compile)
-        self.collector = _make_collector(settings, self.env, policy)
-        self.episodes = EpisodeStats(settings.env.num_envs)
+        device = self.ranks.together(lambda: process_device(settings))
+        self.ranks.together(lambda: require_memory(settings))
+        with self.ranks.threads():
+            self._make_parts(device)
         self.counters = {"iteration": 0, "env_frames": 0}
-        self.state = TrainingState(
-            ppo=self.ppo, collector=self.collector, episodes=self.episodes, counters=self.counters
-        )
+        # Shards have their own generators, and the global ones depend on the process.
+        self.state = TrainingState(rng=self.group is None, **self._parts())
         self.monitor = PerformanceMonitor()
-        folder.claim()
+        self.ranks.first(folder.claim)
         self.checkpoints = CheckpointManager(
             folder.checkpoints,
             keep_last=settings.keep_checkpoints,
@@ -112,11 +117,35 @@ class Trainer:
             compress=settings.compress_checkpoint,
         )
         self.checkpoints.guard(*self.ppo.optimizers().values())
-        self.rollouts, self.last_rollouts = _make_storages(settings, folder)
+        self.rollouts, self.last_rollouts = self._make_storages()
         self._loggers: list[Logger] = []
-        self._stop: signal.Signals | None = None
         self._saved = 0
         self._changes: list[Change] = []
+
+    def _make_parts(self, device: torch.device) -> None:
+        """Create everything that learns and flies."""
+        settings = self.settings
+        self.shards: Shards | None = None
+        seed_everything(settings.seed)
+        if self.group is None:
+            self.env = NavigationEnv(settings.navigation(), device)
+        policy = NavRLPolicy(action_map=velocity_from_unit).to(device)
+        teacher = planner_teacher(settings.navigation().lidar)
+        self.ppo = PPO(policy, settings.ppo(), teacher=teacher, compile=settings.algo.compile, group=self.group)
+        if self.group is None:
+            self.collector = make_collector(settings, self.env, policy)
+            self.episodes: EpisodeStats | Shards = EpisodeStats(settings.env.num_envs)
+        else:
+            self.shards = Shards(settings, policy, self.group, device)
+            self.env = self.shards.members[0].env
+            self.collector = self.episodes = self.shards
+
+    def _parts(self) -> dict[str, Any]:
+        """Return what a checkpoint contains."""
+        parts = {"ppo": self.ppo, "collector": self.collector}
+        if self.shards is None:
+            parts["episodes"] = self.episodes
+        return {**parts, "counters": self.counters}
 
     @property
     def iteration(self) -> int:
@@ -136,34 +165,41 @@ class Trainer:
             WriteError: If the settings cannot be written.
         """
         timer, settings = self.monitor.timer, self.settings
-        self._require_restored()
+        self.ranks.first(self._require_restored)
         if self.iteration >= settings.num_iterations:
             # Its files must not claim settings that nothing was trained with.
-            logger.warning("%s is complete since iteration %d: nothing is trained", self.folder.path, self.iteration)
+            if self.ranks.is_first:
+                logger.warning(
+                    "%s is complete since iteration %d: nothing is trained", self.folder.path, self.iteration
+                )
             return None
-        self._forget_later()
-        with self._logging(), _stopping_on_signals(self):
+        self.ranks.first(self._forget_later)
+        # Launchers pass signals on to processes that may have got them already.
+        signals = stopping_on_signals(self.stop, patience=2 if self.ranks.are_many else 1)
+        with self.ranks.naming(self.folder.path), self.ranks.threads(), self._logging(), signals:
             rollouts = iter(self.collector)
-            while self.iteration < settings.num_iterations and self._stop is None:
+            while self.iteration < settings.num_iterations and self.ranks.stopped() is None:
                 with timer("iteration"):
                     with timer("rollout"):
                         rollout = next(rollouts)
                     self._follow_schedules()
                     with timer("update"):
-                        losses = self.ppo.update(rollout, self._minibatches(), staleness=self._staleness())
+                        losses = self._update(rollout)
                     self.counters["iteration"] += 1
                     self.counters["env_frames"] += settings.frames_per_iteration
                     self.episodes.add(rollout)
+                    if self.shards is not None:
+                        self.ranks.take(self.shards.agree(self.ranks.flags()))
                     with timer("evaluate"):
                         scores = self._evaluate() if _is_due(self.iteration, settings.eval_interval) else {}
                     with timer("log"):
-                        self._log({**losses, **scores})
+                        self.ranks.write(functools.partial(self._log, {**losses, **scores}))
                     with timer("save"):
                         self._save(rollout)
             if self.iteration > self._saved:
                 self._save_checkpoint(rollout)
-        self.checkpoints.flush()
-        return self._stop
+            self.ranks.first(self._flush)
+        return self.ranks.stopped()
 
     def restore(self) -> int:
         """Resume from the newest intact checkpoint of the run; returns its iteration.
@@ -174,22 +210,38 @@ class Trainer:
             ConfigurationError: If there is no checkpoint, if it has another network, or if a setting differs that must
                 not change; see `slipstream.train.changes`.
         """
-        try:
-            restored = self.checkpoints.restore()
-            before = restored.metrics.get("config", {})
-            self._changes = require_resumable(self.folder.path, before, self.settings)
-            self.state.load_state_dict(restored.state)
-            self._saved = self.iteration
-        except FileNotFoundError:
-            raise ConfigurationError(f"{self.folder.path} has no checkpoint to resume from") from None
-        except (StateMismatchError, CorruptFileError) as error:
-            raise ConfigurationError(f"{self.folder.path} cannot be resumed: {error}") from error
+        restored = self.ranks.first(self._read_checkpoint)
+        self.ranks.together(lambda: self._load(restored))
+        self._saved = self.iteration
+        if not self.ranks.is_first:
+            return self.iteration
         for change in self._changes:
             logger.warning("changed since iteration %d: %s", self.iteration, change)
-        note = schedule_note(before, self.settings, self.iteration)
-        if note is not None:
-            logger.warning("%s", note)
+        before = restored.metrics.get("config", {})
+        for note in (
+            schedule_note(before, self.settings, self.iteration),
+            numerics_note(restored.metrics.get("numerics", {})),
+        ):
+            if note is not None:
+                logger.warning("%s", note)
         return self.iteration
+
+    def _read_checkpoint(self) -> Restored:
+        """Read the newest checkpoint, and compare its settings."""
+        try:
+            restored = self.checkpoints.restore()
+        except FileNotFoundError:
+            raise ConfigurationError(f"{self.folder.path} has no checkpoint to resume from") from None
+        except CorruptFileError as error:
+            raise ConfigurationError(f"{self.folder.path} cannot be resumed: {error}") from error
+        self._changes = require_resumable(self.folder.path, restored.metrics.get("config", {}), self.settings)
+        return restored
+
+    def _load(self, restored: Restored) -> None:
+        try:
+            self.state.load_state_dict(restored.state)
+        except StateMismatchError as error:
+            raise ConfigurationError(f"{self.folder.path} cannot be resumed: {error}") from error
 
     def _require_restored(self) -> None:
         """Refuse to start over in the folder of a run with checkpoints."""
@@ -218,7 +270,7 @@ class Trainer:
 
     def stop(self, number: int) -> None:
         """Stop after the current iteration, as if the signal had arrived."""
-        self._stop = signal.Signals(number)
+        self.ranks.stop(number)
 
     def checkpoint_stall_ms(self) -> float:
         """Return for how long a save held up training on average: the call, and the optimizers' wait for the copy."""
@@ -233,14 +285,20 @@ class Trainer:
         """Return what saving has cost and saved so far; see `AsyncCheckpointSaver.get_stats`."""
         return self.checkpoints.saver.get_stats()
 
-    def _minibatches(self) -> Minibatches | None:
-        if not self.settings.gpu_memory_limited:
-            return None
-        number = self.settings.algo.num_minibatches
-        return lambda rollout: rollout.minibatches(number)
+    def _update(self, rollout: Any) -> dict[str, float]:
+        """Improve the policy from a rollout, or from one of each shard."""
+        minibatches: Minibatches | None = None
+        if self.settings.gpu_memory_limited:
+            number = self.settings.algo.num_minibatches
 
-    def _staleness(self) -> int:
-        return self.collector.staleness() if self.settings.use_pipelined_collector else 0
+            def minibatches(batch: Any, generator: torch.Generator | None = None) -> Any:
+                return batch.minibatches(number, generator=generator)
+
+        staleness = 0
+        if self.settings.use_pipelined_collector:
+            staleness = self.collector.staleness()
+        generators = [] if self.shards is None else self.shards.generators()
+        return self.ppo.update(rollout, minibatches, staleness=staleness, generators=generators)
 
     def _follow_schedules(self) -> None:
         """Set the learning rates and the weight of the teacher for this iteration."""
@@ -256,10 +314,14 @@ class Trainer:
         scenario = standard_scenarios(settings)[0]
         jobs = [Job(policy_candidate(self.ppo.policy), scenario)]
         episodes = max(1, settings.eval_episodes // 2)
-        [result] = run_jobs(jobs, settings, episodes=episodes)
-        about = {**self.about(), "conditions": describe_conditions(jobs, settings, episodes=episodes)}
-        save_evaluation([result], self.folder.evaluations, f"iter_{self.iteration:06d}", about)
-        return {f"eval/{scenario.name}/{name}": rate.mean for name, rate in result.rates.items()}
+
+        def fly(on_step: OnStep) -> dict[str, float]:
+            [result] = run_jobs(jobs, settings, episodes=episodes, start_progress=lambda _: on_step)
+            about = {**self.about(), "conditions": describe_conditions(jobs, settings, episodes=episodes)}
+            save_evaluation([result], self.folder.evaluations, f"iter_{self.iteration:06d}", about)
+            return {f"eval/{scenario.name}/{name}": rate.mean for name, rate in result.rates.items()}
+
+        return self.ranks.first_while_others_wait(fly)
 
     def about(self) -> dict[str, Any]:
         """Return what an evaluation says about the policy: its checkpoint, and how long it was trained."""
@@ -285,8 +347,9 @@ class Trainer:
             **{f"ckpt/{name}": value for name, value in self.checkpoint_stats().items()},
             **({f"rollouts/{n}": v for n, v in self.rollouts.get_stats().items()} if self.rollouts is not None else {}),
         }
-        if isinstance(self.collector, CompressedDataCollector):
-            metrics |= {f"memory/{name}": value for name, value in self.collector.get_stats().items()}
+        if self.settings.gpu_memory_limited:
+            packing = self.collector.get_stats() if self.shards is None else self.shards.packing()
+            metrics |= {f"memory/{name}": value for name, value in packing.items()}
         for one in self._loggers:
             one.log(metrics, self.iteration)
         if self._on_iteration is not None:
@@ -305,81 +368,66 @@ class Trainer:
 
     def _save(self, rollout: Any) -> None:
         """Save what is due: in the background, after the iteration's line has been written."""
-        if self.rollouts is not None and _is_due(self.iteration, self.settings.rollout_save_interval):
-            self.rollouts.save(_plain(rollout), self.iteration, overwrite=True)
+        if _is_due(self.iteration, self.settings.rollout_save_interval):
+            self._save_rollout(rollout, self.rollouts)
         if _is_due(self.iteration, self.settings.save_interval):
             self._save_checkpoint(rollout)
 
+    def _save_rollout(self, rollout: Any, storage: RolloutStorage | None) -> None:
+        """Save a rollout as it was collected; the first process has the storage, and gets the parts of the others."""
+        whole = _plain(rollout) if self.shards is None else self.shards.whole_rollout([_plain(one) for one in rollout])
+        if storage is not None:
+            self.ranks.write(lambda: storage.save(whole, self.iteration, overwrite=True))
+
     def _save_checkpoint(self, rollout: Any) -> None:
-        if self.last_rollouts is not None:
-            self.last_rollouts.save(_plain(rollout), self.iteration, overwrite=True)
+        if self.settings.compress_lidar:
+            self._save_rollout(rollout, self.last_rollouts)
         # Before the first episode ends there is nothing to choose the best by.
         metrics: dict[str, Any] = {BEST_BY: None, **self.episodes.means(), **self.counters}
         metrics["config"] = dataclasses.asdict(self.settings)
-        self.checkpoints.save(self.iteration, self.state.state_dict(), metrics)
+        metrics["numerics"] = numerics()
+        shards = None if self.shards is None else self.shards.gather_states()
+        self.ranks.write(lambda: self.checkpoints.save(self.iteration, self._state_dict(shards), metrics))
         self._saved = self.iteration
+
+    def _flush(self) -> None:
+        """Wait until everything is on disk."""
+        self.ranks.raise_failure()
+        self.checkpoints.flush()
+
+    def _state_dict(self, shards: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the state of the run, in the first process."""
+        if shards is None:
+            return self.state.state_dict()
+        return {"ppo": self.ppo.state_dict(), "collector": shards, "counters": dict(self.counters)}
 
     @contextlib.contextmanager
     def _logging(self) -> Iterator[None]:
-        config = dataclasses.asdict(self.settings)
-        self._loggers = make_loggers(self.settings, config, self.folder, self.iteration + 1) + self._own_loggers
         try:
-            # Last: until here, something could still refuse the settings.
-            self.folder.begin(self.settings, self.iteration, self._changes)
+            self.ranks.first(self._begin)
             yield
         finally:
             for one in self._loggers:
                 one.close()
             self._loggers = []
 
+    def _begin(self) -> None:
+        """Open the loggers, and write the settings."""
+        config = dataclasses.asdict(self.settings)
+        self._loggers = make_loggers(self.settings, config, self.folder, self.iteration + 1) + self._own_loggers
+        # Last: until here, something could still refuse the settings.
+        self.folder.begin(self.settings, self.iteration, self._changes)
 
-def _make_collector(settings: TrainSettings, env: NavigationEnv, policy: NavRLPolicy) -> Any:
-    """Return what yields rollouts, by the plan that the settings ask for."""
-
-    def set_penalty(rollout: int) -> None:
-        env.simulation.collision_penalty = collision_penalty(settings, rollout)
-
-    collector: Any = SerialCollector(env, policy, settings.algo.training_frame_num, before_rollout=set_penalty)
-    if settings.use_pipelined_collector:
-        # The environment has private generators, so only the policy needs separate random numbers.
-        collector = PipelinedDataCollector(collector, prefetch_count=settings.prefetch_count, rng="policy")
-    if settings.gpu_memory_limited:
-        collector = CompressedDataCollector(collector)
-    return collector
-
-
-def _make_storages(settings: TrainSettings, folder: RunFolder) -> tuple[RolloutStorage | None, RolloutStorage | None]:
-    """Return where rollouts go that are kept for themselves, and those that are kept beside checkpoints."""
-    level = settings.save_compression_level
-    kept = beside = None
-    if settings.rollout_save_interval:
-        kept = RolloutStorage(folder.rollouts, level, keep_last=settings.keep_rollouts)
-    if settings.compress_lidar:
-        beside = RolloutStorage(folder.checkpoints, level, keep_last=settings.keep_checkpoints)
-    return kept, beside
-
-
-@contextlib.contextmanager
-def _stopping_on_signals(trainer: Trainer) -> Iterator[None]:
-    """Let SIGINT and SIGTERM stop training after the current iteration; the second one has its previous effect."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        signal.signal(number, before[signal.Signals(number)])
-        name = signal.Signals(number).name
-        logger.warning("%s: finishing this iteration; send it again to stop immediately", name)
-        trainer.stop(number)
-
-    for number in before:
-        signal.signal(number, on_signal)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def _make_storages(self) -> tuple[RolloutStorage | None, RolloutStorage | None]:
+        """Return where rollouts go that are kept for themselves, and those that are kept beside checkpoints."""
+        settings, folder = self.settings, self.folder
+        kept = beside = None
+        if settings.rollout_save_interval and self.ranks.is_first:
+            kept = RolloutStorage(folder.rollouts, settings.save_compression_level, keep_last=settings.keep_rollouts)
+        if settings.compress_lidar and self.ranks.is_first:
+            level = settings.save_compression_level
+            beside = RolloutStorage(folder.checkpoints, level, keep_last=settings.keep_checkpoints)
+        return kept, beside
 
 
 def _is_due(iteration: int, interval: int) -> bool:

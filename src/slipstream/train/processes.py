@@ -1,0 +1,187 @@
+"""The processes of a training under ``torchrun``: how they are started, find each other, wait and end.
+
+torchrun tells each process its place in environment variables. Before the processes form a group, they share values
+through torchrun's store: which kind of group it is depends on the settings, and only the first process reads those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from slipstream.dist.group import portable
+from slipstream.errors import ConfigurationError
+from slipstream.train.settings import TrainSettings, parse_overrides
+from slipstream.train.shards import process_device
+
+T = TypeVar("T")
+
+_JOIN_S = 600.0  # until the first process has read the settings: importing torch may take minutes on a shared disk
+_PARTING_S = 20.0  # less than the 30 s after which torchrun kills
+_LEFT = "slipstream/left"
+_START = "slipstream/start"
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """This process among those of a job.
+
+    Attributes:
+        rank: Its number.
+        world: How many there are.
+        store: Where they share values.
+    """
+
+    rank: int
+    world: int
+    store: Any
+
+    def first(self, function: Callable[[], T]) -> T:
+        """Call a function in the first process, and return its result, or raise its exception, in all; only once.
+
+        Raises:
+            Exception: What the function raised. In the other processes, it has the note "in rank 0".
+        """
+        if self.rank == 0:
+            try:
+                result = function()
+            except Exception as error:
+                self.store.set(_START, pickle.dumps(portable(error)))
+                raise
+            self.store.set(_START, pickle.dumps(result))
+            return result
+        received = pickle.loads(self.store.get(_START))  # noqa: S301 - from a process of the same run
+        if isinstance(received, Exception):
+            received.add_note("in rank 0")
+            raise received
+        return received  # type: ignore[no-any-return]
+
+    def form_group(self, settings: TrainSettings) -> None:
+        """Let ``torch.distributed`` connect the processes, as the settings say."""
+        device = process_device(settings)
+        backend = settings.dist.backend
+        if backend == "auto":
+            backend = "nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        torch_dist.init_process_group(
+            backend,
+            store=PrefixStore("slipstream", self.store),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=dt.timedelta(seconds=settings.dist.timeout_s),
+        )
+
+    def leave(self, *, waits: bool) -> None:
+        """Close the connections. Without this, torch may abort a process that ends.
+
+        Args:
+            waits: Whether to wait until the first process has left. One that fails should: torchrun then ends all
+                others, and the first one may still be writing.
+        """
+        if torch_dist.is_initialized():
+            torch_dist.destroy_process_group()
+        # The store may be gone already, with the process that held it.
+        with contextlib.suppress(RuntimeError):
+            if self.rank == 0:
+                self.store.set(_LEFT, "1")
+            elif waits:
+                self.store.wait([_LEFT], dt.timedelta(seconds=_PARTING_S))
+
+
+def connect() -> Processes | None:
+    """Return this process among those of its job, or None if it trains by itself."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    store, rank, world = next(rendezvous("env://", timeout=dt.timedelta(seconds=_JOIN_S)))
+    return Processes(rank, world, store)
+
+
+def is_copied(error: BaseException) -> bool:
+    """Return whether an error happened in another process, which reports it."""
+    return any(note.startswith("in rank ") for note in getattr(error, "__notes__", ()))
+
+
+def under_torchrun() -> bool:
+    """Return whether torchrun, or something like it, started this process."""
+    return "WORLD_SIZE" in os.environ
+
+
+def torchrun_command(devices: int, arguments: Sequence[str]) -> list[str]:
+    """Return the command that trains in several processes on this machine.
+
+    Args:
+        devices: How many processes.
+        arguments: Those of ``slipstream train``.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
+    return [*launcher, "-m", "slipstream", "train", *arguments]
+
+
+def settle_devices(settings: TrainSettings, overrides: Sequence[str]) -> TrainSettings:
+    """Return settings with the number of processes that torchrun started, if it did.
+
+    Args:
+        settings: The settings of the run.
+        overrides: The command line.
+
+    Raises:
+        ConfigurationError: If the command line has another number, or if they cannot divide the run.
+    """
+    if not under_torchrun():
+        return settings
+    world = int(os.environ["WORLD_SIZE"])
+    is_given = any(override.key_or_group == "devices" for override in parse_overrides(overrides))
+    if is_given and settings.devices != world:
+        raise ConfigurationError(
+            f"devices is {settings.devices}, but torchrun has started {world}: leave devices out, or start slipstream "
+            "without torchrun"
+        )
+    settled = dataclasses.replace(settings, devices=world)
+    settled.check()
+    return settled
+
+
+def attempt_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the command line for this attempt of a job: one that torchrun has restarted resumes its run.
+
+    Raises:
+        ConfigurationError: If torchrun may restart the job, and the run has no name by which it could be found again.
+    """
+    if restarts_left() + _restarts() == 0:
+        return list(overrides)
+    given = {override.key_or_group: override for override in parse_overrides(overrides)}
+    added = []
+    if "resume" in given and given["resume"].value() != "auto":
+        return list(overrides)
+    if "name" not in given:
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        if job == "none":
+            raise ConfigurationError(
+                "torchrun --max-restarts finds a run by its name: set name=..., or pass --rdzv-id or --standalone to "
+                "torchrun"
+            )
+        added.append(f"name='job-{job}'")
+    if _restarts() and "resume" not in given:
+        added.append("resume=auto")
+    return [*overrides, *added]
+
+
+def restarts_left() -> int:
+    """Return how often torchrun would still restart the job if a process failed."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - _restarts()
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

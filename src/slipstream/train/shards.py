@@ -1,0 +1,288 @@
+"""What belongs to a shard of a run: its drones, its random numbers, its collector and its episodes.
+
+Shards exist only if ``dist.shards`` is not 0. Nothing here depends on the number of processes: a shard is the same in
+whichever process it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as torch_dist
+
+from slipstream.collect.compressed import CompressedDataCollector
+from slipstream.collect.pipelined import PipelinedDataCollector
+from slipstream.collect.serial import SerialCollector
+from slipstream.dist.group import ShardGroup, shard_seed
+from slipstream.errors import ConfigurationError, StateMismatchError
+from slipstream.nav.config import NavigationConfig
+from slipstream.nav.env import STATS, NavigationEnv
+from slipstream.rl.network import NavRLPolicy
+from slipstream.train.episodes import EpisodeStats, named_means
+from slipstream.train.schedule import collision_penalty
+from slipstream.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+# Statistics of packed rollouts that can be added up.
+_PACKING = ("batch_count", "raw_bytes", "packed_bytes", "pack_s")
+_ACTIONS = 1  # mixed into the seed of a shard: actions and the order of minibatches need other numbers than its drones
+
+
+def make_group(settings: TrainSettings) -> ShardGroup | None:
+    """Return the shards of a run and the processes that share them, or None if the run is not divided.
+
+    Raises:
+        ConfigurationError: If there are several processes, and they cannot divide the run.
+    """
+    if not settings.dist.shards:
+        # Each would train by itself, and they would write to the same folder.
+        if torch_dist.is_available() and torch_dist.is_initialized():
+            settings.dist.check(torch_dist.get_world_size(), settings.env)
+        return None
+    return ShardGroup(settings.dist.shards, threads=settings.num_threads or None)
+
+
+def process_device(settings: TrainSettings) -> torch.device:
+    """Return the device of this process: of several processes on a machine with GPUs, each has its own.
+
+    Raises:
+        ConfigurationError: If there are fewer GPUs than processes, or one GPU was chosen for all.
+    """
+    device = settings.torch_device()
+    if device.type != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return device
+    if ":" in str(device):
+        raise ConfigurationError(f"device is {device}, expected cuda: each process trains on its own GPU")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"process {local} of this machine has no GPU, because there are {torch.cuda.device_count()}: start fewer "
+            "processes, or set device=cpu"
+        )
+    return torch.device("cuda", local)
+
+
+def shard_navigation(settings: TrainSettings, shard: int) -> NavigationConfig:
+    """Return the simulation of one shard: some of the drones of the undivided run, on the maps that they have there.
+
+    Args:
+        settings: The settings of the run.
+        shard: Number of the shard.
+    """
+    shards, env = settings.dist.shards, settings.env
+    changes: dict[str, Any] = {"num_envs": env.num_envs // shards, "seed": shard_seed(settings.seed, shard)}
+    if env.num_maps >= shards:
+        changes["num_maps"] = env.num_maps // shards
+        changes["map_seed"] = env.map_seed + shard * changes["num_maps"]
+    else:
+        per_map = shards // env.num_maps
+        changes["num_maps"] = 1
+        changes["map_seed"] = env.map_seed + shard // per_map
+        changes["line_part"] = (shard % per_map, per_map)
+    return settings.navigation(**changes)
+
+
+def make_collector(settings: TrainSettings, env: NavigationEnv, policy: Any, *, threads: int | None = None) -> Any:
+    """Return what yields rollouts, by the plan that the settings ask for.
+
+    Args:
+        settings: The settings of the run.
+        env: Where to collect.
+        policy: What acts.
+        threads: How many threads torch uses where rollouts are collected; None leaves that as it is.
+    """
+
+    def prepare(rollout: int) -> None:
+        if threads is not None:
+            # A collector that is ahead has its own thread, for which nobody else sets this.
+            torch.set_num_threads(threads)
+        env.simulation.collision_penalty = collision_penalty(settings, rollout)
+
+    collector: Any = SerialCollector(env, policy, settings.algo.training_frame_num, before_rollout=prepare)
+    if settings.use_pipelined_collector:
+        # The environment has private generators, so only the policy needs separate random numbers.
+        collector = PipelinedDataCollector(collector, prefetch_count=settings.prefetch_count, rng="policy")
+    if settings.gpu_memory_limited:
+        collector = CompressedDataCollector(collector)
+    return collector
+
+
+class Shard:
+    """A part of the drones, with everything that changes while they fly.
+
+    Args:
+        settings: The settings of the run.
+        policy: What acts; shared by all shards.
+        number: Number of the shard.
+        device: Where it is simulated.
+
+    Attributes:
+        env: The environment.
+        collector: Yields its rollouts.
+        generator: Where the order of its minibatches comes from, and its actions unless they are collected ahead.
+        episodes: How its episodes went.
+    """
+
+    def __init__(self, settings: TrainSettings, policy: NavRLPolicy, number: int, device: torch.device) -> None:
+        config = shard_navigation(settings, number)
+        self.env = NavigationEnv(config, device)
+        seed = shard_seed(config.seed, _ACTIONS)
+        self.generator = torch.Generator().manual_seed(seed)
+        self._on_device = self.generator
+        if device.type != "cpu":
+            self._on_device = torch.Generator(device).manual_seed(seed)
+        self.episodes = EpisodeStats(config.num_envs)
+
+        def act(seen: TensorDictBase) -> TensorDictBase:
+            return policy.act(seen, generator=self._on_device)
+
+        # Collected ahead, a policy has to be a module, of which the collector makes a copy with its own generators.
+        is_ahead = settings.use_pipelined_collector
+        with torch.random.fork_rng(devices=[]):
+            # It takes the seed of these from the global generator.
+            torch.default_generator.manual_seed(seed)
+            self.collector = make_collector(settings, self.env, policy if is_ahead else act, threads=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that changes, as copies."""
+        state = {
+            "collector": self.collector.state_dict(),
+            "episodes": self.episodes.state_dict(),
+            "generator": self.generator.get_state(),
+        }
+        if self._on_device is not self.generator:
+            state["device_generator"] = self._on_device.get_state()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self.collector.load_state_dict(state["collector"])
+        self.episodes.load_state_dict(state["episodes"])
+        self.generator.set_state(state["generator"].cpu())
+        if self._on_device is not self.generator and "device_generator" in state:
+            self._on_device.set_state(state["device_generator"].cpu())
+
+
+class Shards:
+    """The shards of this process. Takes the place of the collector and of the statistics of a run that is not divided.
+
+    Args:
+        settings: The settings of the run.
+        policy: What acts.
+        group: Which shards belong to this process.
+        device: Where they are simulated.
+
+    Attributes:
+        members: The shards, in the order of their numbers.
+    """
+
+    def __init__(self, settings: TrainSettings, policy: NavRLPolicy, group: ShardGroup, device: torch.device) -> None:
+        self._group = group
+        self._first = group.local_shards.start
+        self._is_ahead = settings.use_pipelined_collector
+        self._is_packed = settings.gpu_memory_limited
+        self._totals = torch.zeros(0, dtype=torch.float64)
+        # One after another: while they are created, they borrow the global generator.
+        self.members = [Shard(settings, policy, shard, device) for shard in group.local_shards]
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield a rollout of each shard, collected at the same time."""
+        iterators = [iter(member.collector) for member in self.members]
+        while True:
+            yield self._group.map(lambda shard: next(iterators[shard - self._first]))
+
+    def generators(self) -> list[torch.Generator]:
+        """Return where the order of minibatches comes from, for each shard."""
+        return [member.generator for member in self.members]
+
+    def staleness(self) -> int:
+        """Return how many versions older than the newest the weights are that the last rollouts were collected with."""
+        return int(self.members[0].collector.staleness()) if self._is_ahead else 0
+
+    def add(self, rollouts: Sequence[Any]) -> None:
+        """Take the episodes that ended in the rollouts."""
+        for member, rollout in zip(self.members, rollouts, strict=True):
+            member.episodes.add(rollout)
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Add up the statistics of all shards of the run; returns which flags are set in any process.
+
+        Everything goes into one sum, so that processes wait for each other once.
+
+        Args:
+            flags: As many in every process.
+
+        Raises:
+            RankLostError: If another process has exited.
+        """
+        rows = []
+        for place, member in enumerate(self.members):
+            # The flags of a process are in the row of its first shard.
+            row = [float(flag and place == 0) for flag in flags]
+            row += member.episodes.sums()
+            if self._is_packed:
+                packing = member.collector.get_stats()
+                row += [packing[name] for name in _PACKING]
+            rows.append(torch.tensor(row, dtype=torch.float64, device=self._group.device))
+        total = self._group.sum(rows).cpu()
+        self._totals = total[len(flags) :]
+        return [bool(count) for count in total[: len(flags)]]
+
+    def means(self) -> dict[str, float]:
+        """Return ``train/stats.<name>`` over the latest episodes of all shards, as of the last `agree`."""
+        if not len(self._totals) or not self._totals[0]:
+            return {}
+        return named_means((self._totals[1 : 1 + len(STATS)] / self._totals[0]).tolist())
+
+    def packing(self) -> dict[str, float]:
+        """Return what packing the rollouts of all shards has cost and saved, as of the last `agree`."""
+        stats = dict(zip(_PACKING, self._totals[1 + len(STATS) :].tolist(), strict=True))
+        return {**stats, "compression_ratio": stats["raw_bytes"] / max(stats["packed_bytes"], 1.0)}
+
+    def whole_rollout(self, rollouts: Sequence[TensorDictBase]) -> TensorDictBase | None:
+        """Return the rollout of all shards of the run in the first process, and None in the others.
+
+        Raises:
+            RankLostError: If another process has exited.
+        """
+        parts = self._group.gather([rollout.cpu() for rollout in rollouts])
+        if parts is None:
+            return None
+        return torch.cat(parts, 0)
+
+    def gather_states(self) -> dict[str, Any] | None:
+        """Return the states of all shards of the run in the first process, and None in the others.
+
+        Raises:
+            RankLostError: If another process has exited.
+        """
+        states = self._group.gather([member.state_dict() for member in self.members])
+        if states is None:
+            return None
+        return {str(shard): state for shard, state in enumerate(states)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the shards of this process."""
+        return {str(self._first + place): member.state_dict() for place, member in enumerate(self.members)}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Continue from the states of the shards of this process; those of others may be among them.
+
+        Raises:
+            StateMismatchError: If there is none for a shard.
+        """
+        missing = [str(shard) for shard in self._group.local_shards if str(shard) not in states]
+        if missing:
+            raise StateMismatchError(f"the state has no shard {', '.join(missing)}")
+        for place, member in enumerate(self.members):
+            member.load_state_dict(states[str(self._first + place)])
+
+    def shutdown(self) -> None:
+        """End all threads that collect."""
+        for member in self.members:
+            member.collector.shutdown()
