@@ -111,6 +111,9 @@ def test_many_rows_are_decoded_on_several_threads_just_the_same():
     log.append(log.pack(vectors, np.array([6000])), 6000)
     log2.append(log2.pack(images, np.array([120])), 120)
     assert np.array_equal(log.fetch(log.locate(np.arange(6000))), vectors)
+    # Few enough for one thread, too many to be decoded at once.
+    wanted = np.random.default_rng(3).integers(0, 6000, 700)
+    assert np.array_equal(log.fetch(log.locate(wanted)), vectors[wanted])
     assert np.array_equal(log2.fetch(log2.locate(np.arange(119, -1, -1))), images[::-1])
     repeated = np.repeat(np.arange(40), 3)
     assert np.array_equal(log2.fetch(log2.locate(repeated)), images[repeated])

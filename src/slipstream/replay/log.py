@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from slipstream.errors import CodecError, OutOfRangeError
 from slipstream.replay.packing import ImageRows, RowPacker, Rows, Units, VectorRows, Where
 from slipstream.replay.stacks import frames_of_stack
-from slipstream.threads import default_threads, parallel_map
+from slipstream.threads import default_threads, parallel_each
 
 RowNumbers = NDArray[np.int64]
 
@@ -33,7 +33,7 @@ _SEGMENT_OVERHEAD_BYTES = 128
 """What a segment takes besides its units: the object's header and rounding, and its entries in all tables."""
 
 _PARALLEL_BYTES = 8 << 20
-_BLOCK_UNITS = 128
+_BLOCK_BYTES = 1 << 20
 _LEAST = 16
 # Reads of more units than this do not use the cache: looking there would take as long as decoding them.
 _CACHED_UNITS = 32
@@ -430,23 +430,40 @@ class RowLog:
         if isinstance(packer, ImageRows):
             packer.gather(located.views(), located.where, outs)
         else:
-            packer.gather(self._decode(packer, located), located.sizes, located.where, *outs)
+            self._fetch_vectors(packer, located, *outs)
         return outs[0]
 
-    def _decode(self, packer: VectorRows, located: Located) -> bytes:
-        """Decode units, one after another; on several threads if there is much to do."""
+    def _fetch_vectors(self, packer: VectorRows, located: Located, out: Rows) -> None:
+        """Decode units and copy rows out of them; on several threads if there is much to do."""
         count = len(located.sizes)
+        where = located.where
         if self._cache.max_bytes and count <= _CACHED_UNITS:
-            return self._decode_cached(packer, located)
+            packer.gather(self._decode_cached(packer, located), located.sizes, where, out)
+            return
         self._cache.pass_by(count)
-        if int(located.sizes.sum()) * packer.row_bytes < _PARALLEL_BYTES:
-            return packer.decode(located.payloads(), located.sizes)
+        nbytes = int(located.sizes.sum()) * packer.row_bytes
+        num_blocks = -(-nbytes // _BLOCK_BYTES)
+        if num_blocks <= 1:
+            packer.gather(packer.decode(located.payloads(), located.sizes), located.sizes, where, out)
+            return
 
-        def run(first: int) -> bytes:
-            units = slice(first, first + _BLOCK_UNITS)
-            return packer.decode(located.payloads(units), located.sizes[units])
+        # Decoding everything at once would take new memory from the system for each batch, and that costs more than
+        # decoding. A few blocks reuse what the one before had, and stay in the processor's cache.
+        step = -(-count // num_blocks)
+        order = np.argsort(where.segment, kind="stable")
+        ordered = Where(where.segment[order], where.row[order])
 
-        return b"".join(parallel_map(run, range(0, count, _BLOCK_UNITS), self._threads))
+        def run(first: int) -> None:
+            units = slice(first, first + step)
+            rows = slice(*np.searchsorted(ordered.segment, (first, first + step)).tolist())
+            part = Where(ordered.segment[rows] - first, ordered.row[rows])
+            found = np.empty((len(part.row), packer.row_bytes), np.uint8)
+            sizes = located.sizes[units]
+            packer.gather(packer.decode(located.payloads(units), sizes), sizes, part, found)
+            out[order[rows]] = found
+
+        threads = self._threads if nbytes >= _PARALLEL_BYTES else 1
+        parallel_each(run, range(0, count, step), threads)
 
     def _decode_cached(self, packer: VectorRows, located: Located) -> bytes:
         """Decode units that are not in the cache, and put them there."""
