@@ -29,7 +29,8 @@ from page import machine, write_section
 
 from slipstream.train.changes import compare_settings, rule_of
 from slipstream.train.evaluation.entrants import choose_scenarios, load_entrant
-from slipstream.train.evaluation.results import ScenarioResult, evaluate
+from slipstream.train.evaluation.jobs import evaluate
+from slipstream.train.evaluation.results import ScenarioResult
 from slipstream.train.policy import load_policy
 from slipstream.train.settings import compose_settings
 from slipstream.train.startup import prepare_process

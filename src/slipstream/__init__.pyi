@@ -78,8 +78,8 @@ from .rollout.compressed import CompressedTensorDict as CompressedTensorDict
 from .rollout.storage import RolloutStorage as RolloutStorage
 from .store.container import Container as Container
 from .store.writer import write_container as write_container
+from .train.evaluation.jobs import evaluate as evaluate
 from .train.evaluation.pilots import policy_candidate as policy_candidate
-from .train.evaluation.results import evaluate as evaluate
 from .train.evaluation.scenarios import standard_scenarios as standard_scenarios
 from .train.export import export_policy as export_policy
 from .train.performance import PerformanceMonitor as PerformanceMonitor

@@ -11,10 +11,10 @@ import torch
 from slipstream import ConfigurationError, NavRLPolicy, load_rollout, policy_candidate
 from slipstream.nav import Simulation, velocity_from_unit
 from slipstream.train.evaluation.compare import compare
-from slipstream.train.evaluation.flights import OUTCOMES, fly
-from slipstream.train.evaluation.jobs import Job, describe_conditions, run_jobs
+from slipstream.train.evaluation.flights import OUTCOMES
+from slipstream.train.evaluation.jobs import Job, describe_conditions, evaluate, run_jobs
 from slipstream.train.evaluation.pilots import Sensors
-from slipstream.train.evaluation.results import choose_name, evaluate, require_writable, save_evaluation
+from slipstream.train.evaluation.results import choose_name, require_writable, save_evaluation
 from slipstream.train.evaluation.scenarios import Scenario, plan_flights
 from tests.train.conftest import small
 from tests.train.evaluation.conftest import CROWDED, EMPTY, FEW_BOXES, STILL, STRAIGHT, long_enough
@@ -56,9 +56,9 @@ def test_every_episode_has_one_outcome_and_straight_flight_meets_all_kinds_of_ob
 
 def test_courses_of_one_map_are_related_unless_it_is_the_only_one():
     settings = small()
-    several = fly(STRAIGHT, settings, Scenario("training", "Maps", "through", 0, 4, 20, 8, 3), episodes=24)
+    several = evaluate(STRAIGHT, settings, Scenario("training", "Maps", "through", 0, 4, 20, 8, 3), episodes=24).flown
     assert several.log.cluster.tolist() == [number // 6 for number in range(24)]
-    single = fly(STRAIGHT, settings, Scenario("training", "Map", "through", 0, 1, 20, 8, 3), episodes=6)
+    single = evaluate(STRAIGHT, settings, Scenario("training", "Map", "through", 0, 1, 20, 8, 3), episodes=6).flown
     assert single.log.cluster.tolist() == [0, 0, 1, 1, 2, 2]
 
 
@@ -100,8 +100,8 @@ def test_sampled_actions_depend_on_the_seed_alone_and_leave_global_random_number
 
 
 def test_obstacles_have_left_their_origins_when_drones_start():
-    flown = fly(STILL, small(), CROWDED, episodes=4, num_recorded=2)
-    unmoved = fly(STILL, small(), CROWDED, episodes=4, num_recorded=2, seed=2)
+    flown = evaluate(STILL, small(), CROWDED, episodes=4, num_recorded=2).flown
+    unmoved = evaluate(STILL, small(), CROWDED, episodes=4, num_recorded=2, seed=2).flown
     assert flown.flights is not None
     assert unmoved.flights is not None
     first = flown.flights.data["obstacle", "position"][0, 0]
@@ -130,8 +130,8 @@ def test_progress_is_reported_until_all_episodes_have_ended():
 
 def test_noise_and_latency_make_flights_worse_on_the_same_starts():
     policy = STRAIGHT
-    plain = fly(policy, long_enough(), EMPTY, episodes=8, num_recorded=3)
-    late = fly(policy, long_enough(), EMPTY, episodes=8, num_recorded=3, sensors=Sensors(latency_s=1.0))
+    plain = evaluate(policy, long_enough(), EMPTY, episodes=8, num_recorded=3).flown
+    late = evaluate(policy, long_enough(), EMPTY, episodes=8, num_recorded=3, sensors=Sensors(latency_s=1.0)).flown
     assert plain.flights is not None
     assert late.flights is not None
     assert plain.flights.world["starts"] == late.flights.world["starts"]

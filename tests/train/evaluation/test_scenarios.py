@@ -57,10 +57,13 @@ def test_one_training_map_is_flown_on_many_courses_and_many_on_one():
     assert (scenarios["training"].num_maps, scenarios["training"].num_courses) == (16, 4)
 
 
-def test_all_maps_of_a_scenario_share_a_simulation_with_as_many_flights_on_each():
-    [part] = plan_flights(by_name()["through"], small(), 512, seed=3)
-    assert (part.config.num_envs, part.config.num_maps, part.config.map_seed) == (512, 64, 10000)
-    assert part.config.seed == 3
+def test_the_maps_of_a_scenario_share_a_few_simulations_with_as_many_flights_on_each():
+    parts = plan_flights(by_name()["through"], small(), 512, seed=3)
+    assert [(part.config.num_envs, part.config.num_maps) for part in parts] == [(256, 32), (256, 32)]
+    assert [part.config.map_seed for part in parts] == [10000, 10032]
+    assert [part.config.seed for part in parts] == [3, 1003]
+    assert [part.first_flight for part in parts] == [0, 256]
+    assert len(plan_flights(by_name()["through"], small(), 1280, seed=3)) == 4
 
 
 def test_an_evaluation_flies_whole_episodes_to_the_goal_whatever_the_training_did():
@@ -83,7 +86,7 @@ def test_courses_of_one_map_share_a_simulation_and_are_clusters():
     assert part.config.num_envs == 512
     many = plan_flights(by_name("env.num_maps=16")["training"], small(), 16 * 4 * 100, seed=1)
     assert [seed for part in many for seed in part.config.map_seeds] == [seed for seed in range(16) for _ in range(4)]
-    assert [part.first_world for part in many] == [0, 20, 40, 60]
+    assert [part.first_world for part in many] == [0, 16, 32, 48]
 
 
 def test_more_flights_than_fit_into_a_simulation_are_flown_map_by_map():

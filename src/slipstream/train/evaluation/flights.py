@@ -1,9 +1,9 @@
-"""Fly a scenario: every episode once, counted when it ends, and some flights recorded moment by moment."""
+"""Fly simulations: every episode once, counted when it ends, and some flights recorded moment by moment."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,7 @@ from slipstream.nav.observation import Observation
 from slipstream.nav.simulation import Outcome, Simulation
 from slipstream.tensors import import_tensordict
 from slipstream.train.evaluation.pilots import Candidate, Pilot, Sensing, Sensors, make_sensing
-from slipstream.train.evaluation.scenarios import NUM_EPISODES, Part, Scenario, fit_scenario, plan_flights
-from slipstream.train.settings import TrainSettings
+from slipstream.train.evaluation.scenarios import Part, Scenario
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -84,7 +83,7 @@ class Flown:
         sensors: What was wrong with the sensors.
         config: The simulation of the first flights; others differ in map, number of drones and seed only.
         log: How every flight went.
-        steps_per_s: Throughput in steps of all drones, without those whose flight had ended.
+        steps_per_s: Throughput of one simulation in steps of all drones, without those whose flight had ended.
         flights: Recorded flights, if requested.
     """
 
@@ -98,71 +97,75 @@ class Flown:
     flights: Flights | None = field(default=None, repr=False)
 
 
-def fly(
-    candidate: Candidate,
-    settings: TrainSettings,
-    scenario: Scenario,
-    *,
-    episodes: int = NUM_EPISODES,
-    seed: int = SEED,
-    sensors: Sensors = NO_FAULTS,
-    num_recorded: int = 0,
-    on_step: OnStep | None = None,
-) -> Flown:
-    """Fly the episodes of a scenario.
+@dataclass(frozen=True)
+class FlownPart:
+    """The flights of one simulation.
 
-    Starts, goals, obstacles and sensor noise depend on the scenario, the settings and the seed, and not on the
-    candidate. Leaves the candidate and the global random numbers as they are. Memory depends on the number of drones
-    that fly at once, not on the length of episodes.
+    Attributes:
+        log: How they went.
+        num_steps: How many steps they took together.
+        seconds: How long simulating them took.
+    """
+
+    log: FlightLog
+    num_steps: int
+    seconds: float
+
+
+def fly_part(
+    candidate: Candidate,
+    part: Part,
+    device: torch.device,
+    *,
+    sensors: Sensors = NO_FAULTS,
+    on_step: Callable[[int], None] | None = None,
+) -> FlownPart:
+    """Fly one episode with each drone of a simulation.
+
+    Starts, goals, obstacles and sensor noise depend on the part and the sensors, and not on the candidate. Memory
+    depends on the number of drones, not on the length of episodes.
 
     Args:
         candidate: What flies.
-        settings: Drones, sensor and rules; the scenario replaces map, obstacles and starts.
-        scenario: Where to fly.
-        episodes: The number of episodes, rounded up to the same number for each map.
-        seed: Of starts, goals, courses of obstacles, noise and sampled actions.
+        part: The simulation.
+        device: Where to simulate.
         sensors: What is wrong with the sensors.
-        num_recorded: The number of additional flights on the first map that are recorded, and not counted.
-        on_step: Called after each step with the number of episodes that have ended, and of all.
-
-    Raises:
-        ConfigurationError: If there is no episode to fly, or the settings are invalid.
+        on_step: Called after each step with the number of episodes that have ended.
     """
-    scenario = fit_scenario(scenario, episodes)
-    parts = plan_flights(scenario, settings, episodes, seed)
-    device = settings.torch_device()
-    total = sum(part.config.num_envs for part in parts)
-    logs: list[FlightLog] = []
-    num_steps = 0
-    num_ended = 0
-    flights = None
-
-    def report(ended: int) -> None:
-        if on_step is not None:
-            on_step(num_ended + ended, total)
-
     started = time.perf_counter()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        for part in parts:
-            simulation = Simulation(part.config, device)
-            pilot = candidate.make_pilot(part.config)
-            sense = make_sensing(sensors, part.config, part.config.seed)
-            tally = fly_episodes(pilot, simulation, sense, on_step=report)
-            num_steps += int(tally.steps.sum())
-            num_ended += part.config.num_envs
-            logs.append(_log_of(tally, part))
-        seconds = time.perf_counter() - started
-        if num_recorded:
-            flights = record_flights(candidate, parts[0].config, sensors, num_recorded, device)
+    simulation = Simulation(part.config, device)
+    pilot = candidate.make_pilot(part.config)
+    sense = make_sensing(sensors, part.config, part.config.seed)
+    tally = fly_episodes(pilot, simulation, sense, on_step=on_step)
+    return FlownPart(_log_of(tally, part), int(tally.steps.sum()), time.perf_counter() - started)
+
+
+def join_parts(
+    scenario: Scenario,
+    candidate: Candidate,
+    sensors: Sensors,
+    config: NavigationConfig,
+    parts: Sequence[FlownPart],
+    flights: Flights | None = None,
+) -> Flown:
+    """Return the flights of all simulations of a scenario as one.
+
+    Args:
+        scenario: Where they flew.
+        candidate: What flew.
+        sensors: What was wrong with the sensors.
+        config: Of the first simulation.
+        parts: The flights of each simulation, in order.
+        flights: Recorded flights, if there are any.
+    """
     return Flown(
         scenario=scenario,
         candidate=candidate.name,
         title=flight_title(scenario, candidate, sensors),
         sensors=sensors,
-        config=parts[0].config,
-        log=_join(logs),
-        steps_per_s=num_steps / seconds,
+        config=config,
+        log=_join_logs([part.log for part in parts]),
+        steps_per_s=sum(part.num_steps for part in parts) / sum(part.seconds for part in parts),
         flights=flights,
     )
 
@@ -179,7 +182,12 @@ def flight_title(scenario: Scenario, candidate: Candidate, sensors: Sensors) -> 
 
 
 def record_flights(
-    candidate: Candidate, config: NavigationConfig, sensors: Sensors, count: int, device: torch.device
+    candidate: Candidate,
+    config: NavigationConfig,
+    sensors: Sensors,
+    count: int,
+    device: torch.device,
+    on_step: Callable[[int], None] | None = None,
 ) -> Flights:
     """Record flights on the first map of a simulation.
 
@@ -189,12 +197,13 @@ def record_flights(
         sensors: What is wrong with the sensors.
         count: The number of flights.
         device: Where the simulation runs.
+        on_step: Called after each step with the number of flights that have ended.
     """
     alone = replace(config, num_maps=1, map_repeats=1, num_envs=count)
     simulation = Simulation(alone, device)
     recorder = _Recorder(simulation)
     sense = make_sensing(sensors, alone, alone.seed)
-    fly_episodes(candidate.make_pilot(alone), simulation, sense, recorder)
+    fly_episodes(candidate.make_pilot(alone), simulation, sense, recorder, on_step)
     return recorder.flights()
 
 
@@ -366,7 +375,7 @@ def _numbers(values: torch.Tensor) -> NDArray[Any]:
     return numbers
 
 
-def _join(logs: list[FlightLog]) -> FlightLog:
+def _join_logs(logs: list[FlightLog]) -> FlightLog:
     """Return the logs of all simulations as one."""
     columns = {}
     for name in FlightLog.__dataclass_fields__:

@@ -1,4 +1,4 @@
-"""Which candidate flies which scenario, and flying them one after another."""
+"""Which candidate flies which scenario, and flying them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from slipstream.rl.network import NavRLPolicy
-from slipstream.train.evaluation.flights import NO_FAULTS, SEED, OnStep, flight_title
+from slipstream.train.evaluation.flights import NO_FAULTS, SEED, OnStep
+from slipstream.train.evaluation.flying import Plan, Together, fly_together
 from slipstream.train.evaluation.pilots import (
     Candidate,
     Sensors,
@@ -16,8 +19,15 @@ from slipstream.train.evaluation.pilots import (
     policy_candidate,
     with_shield,
 )
-from slipstream.train.evaluation.results import ScenarioResult, evaluate
-from slipstream.train.evaluation.scenarios import NUM_EPISODES, OBSTACLE_WARMUP_S, Scenario, standard_scenarios
+from slipstream.train.evaluation.results import ScenarioResult, summarise
+from slipstream.train.evaluation.scenarios import (
+    NUM_EPISODES,
+    OBSTACLE_WARMUP_S,
+    Scenario,
+    fit_scenario,
+    plan_flights,
+    standard_scenarios,
+)
 from slipstream.train.settings import TrainSettings
 
 NUM_RECORDED = 32
@@ -90,6 +100,39 @@ def robustness_jobs(candidate: Candidate, scenarios: Sequence[Scenario]) -> list
     return jobs
 
 
+def evaluate(
+    candidate: Candidate,
+    settings: TrainSettings,
+    scenario: Scenario,
+    *,
+    episodes: int = NUM_EPISODES,
+    seed: int = SEED,
+    sensors: Sensors = NO_FAULTS,
+    num_recorded: int = 0,
+    on_step: OnStep | None = None,
+) -> ScenarioResult:
+    """Fly the episodes of a scenario and return how they ended, with 95 % intervals over maps.
+
+    Blocks until every episode has ended. See `run_jobs` for what the result depends on.
+
+    Args:
+        candidate: What flies, for example ``policy_candidate(policy)``.
+        settings: Drones, sensor and rules; the scenario replaces map, obstacles and starts.
+        scenario: Where to fly; see `standard_scenarios`.
+        episodes: The number of episodes, rounded up to the same number for each map.
+        seed: Of starts, goals, courses of obstacles, noise and sampled actions.
+        sensors: What is wrong with the sensors.
+        num_recorded: The number of additional flights on the first map that are recorded, and not counted.
+        on_step: Called after each step with the number of episodes that have ended, and of all.
+
+    Raises:
+        ConfigurationError: If there is no episode to fly, or the settings are invalid.
+    """
+    job = Job(candidate, scenario, sensors, num_recorded)
+    [result] = run_jobs([job], settings, episodes=episodes, seed=seed, start_progress=lambda _: on_step)
+    return result
+
+
 def run_jobs(
     jobs: Sequence[Job],
     settings: TrainSettings,
@@ -97,33 +140,43 @@ def run_jobs(
     episodes: int = NUM_EPISODES,
     seed: int = SEED,
     start_progress: StartProgress | None = None,
+    processes: Together | None = None,
 ) -> list[ScenarioResult]:
-    """Fly jobs one after another; blocks until all have ended.
+    """Fly jobs; blocks until all have ended.
+
+    The simulations of all jobs fly side by side, as many as torch may use threads (``torch.set_num_threads``), each on
+    one thread. Results do not depend on that number, and not on the number of processes either: every simulation has
+    separate random numbers. Global random numbers and the candidates stay as they are.
 
     Args:
         jobs: What to fly.
-        settings: Drones, sensor and rules.
+        settings: Drones, sensor and rules; scenarios replace map, obstacles and starts.
         episodes: The number of episodes of each job.
         seed: The same for all jobs: candidates meet the same flights.
-        start_progress: Called with the title of each job before it flies.
+        start_progress: Called with the title of each job before it flies, perhaps in another thread.
+        processes: Those that share the work, if there are several; each of them has to call this. The first one returns
+            all results, the others return none.
+
+    Raises:
+        ConfigurationError: If there is no episode to fly, or the settings are invalid.
     """
-    results = []
+    plans = []
     for job in jobs:
-        on_step = None
-        if start_progress is not None:
-            on_step = start_progress(flight_title(job.scenario, job.candidate, job.sensors))
-        result = evaluate(
-            job.candidate,
-            settings,
-            job.scenario,
-            episodes=episodes,
-            seed=seed,
-            sensors=job.sensors,
-            num_recorded=job.num_recorded,
-            on_step=on_step,
-        )
-        results.append(result)
-    return results
+        scenario = fit_scenario(job.scenario, episodes)
+        parts = plan_flights(scenario, settings, episodes, seed)
+        plans.append(Plan(dataclasses.replace(job, scenario=scenario), parts))
+    device = settings.torch_device()
+    threads = 1
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+
+    def start(title: str) -> OnStep | None:
+        return None if start_progress is None else start_progress(title)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # for pilots that draw from the global generator
+        flown = fly_together(plans, device, threads=threads, start_progress=start, processes=processes)
+    return [summarise(one) for one in flown]
 
 
 def describe_conditions(

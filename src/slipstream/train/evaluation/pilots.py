@@ -37,7 +37,8 @@ class Candidate:
     Attributes:
         name: For files: ``policy``, ``planner``, ``policy_shield`` or ``planner_shield``.
         title: For people.
-        make_pilot: Returns a new pilot for a simulation of the given configuration.
+        make_pilot: Returns a new pilot for a simulation of the given configuration. Simulations may fly at the same
+            time, so pilots should share nothing that changes.
     """
 
     name: str
@@ -100,8 +101,9 @@ def policy_candidate(policy: NavRLPolicy, choose: Choice = "mean") -> Candidate:
     flown = copy.deepcopy(policy)
     flown.precision = "float32"
 
-    def make_pilot(_: NavigationConfig) -> Pilot:
-        return policy_pilot(flown, choose)
+    def make_pilot(config: NavigationConfig) -> Pilot:
+        device = next(flown.parameters()).device
+        return policy_pilot(flown, choose, torch.Generator(device).manual_seed(config.seed))
 
     return Candidate("policy", "policy", make_pilot)
 
@@ -124,8 +126,14 @@ def with_shield(candidate: Candidate) -> Candidate:
     return Candidate(f"{candidate.name}_shield", f"{candidate.title} with shield", make_pilot)
 
 
-def policy_pilot(policy: NavRLPolicy, choose: Choice = "mean") -> Pilot:
-    """Return a pilot that acts as a policy does."""
+def policy_pilot(policy: NavRLPolicy, choose: Choice = "mean", generator: torch.Generator | None = None) -> Pilot:
+    """Return a pilot that acts as a policy does.
+
+    Args:
+        policy: With an action map.
+        choose: How actions are chosen from their distribution.
+        generator: Where samples come from; torch's global generator by default.
+    """
     tensordict_class = import_tensordict().TensorDict
 
     def pilot(observation: Observation) -> torch.Tensor:
@@ -136,7 +144,7 @@ def policy_pilot(policy: NavRLPolicy, choose: Choice = "mean") -> Pilot:
             "dynamic_obstacle": observation.dynamic_obstacle,
         }
         seen = tensordict_class({"agents": {"observation": parts}}, batch_size=[len(observation.state)])
-        command: torch.Tensor = policy.act(seen, choose)[ACTION]
+        command: torch.Tensor = policy.act(seen, choose, generator=generator)[ACTION]
         return command
 
     return pilot

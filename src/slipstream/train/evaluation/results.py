@@ -16,11 +16,9 @@ import numpy as np
 from slipstream.errors import ConfigurationError
 from slipstream.rollout.batch import save_rollout_compressed
 from slipstream.store.local import atomic_write, make_folder, open_regular
-from slipstream.train.evaluation.flights import NO_FAULTS, OUTCOMES, SEED, Flown, OnStep, fly
-from slipstream.train.evaluation.pilots import Candidate, Sensors
-from slipstream.train.evaluation.scenarios import NUM_EPISODES, Scenario
+from slipstream.train.evaluation.flights import OUTCOMES, Flown
+from slipstream.train.evaluation.scenarios import Scenario
 from slipstream.train.evaluation.statistics import Interval, rate_interval, ratio_interval
-from slipstream.train.settings import TrainSettings
 
 FORMAT = "slipstream.evaluation"
 VERSION = 2
@@ -93,47 +91,6 @@ class ScenarioResult:
         values["steps_per_s"] = flown.steps_per_s
         values["flights"] = flights
         return values
-
-
-def evaluate(
-    candidate: Candidate,
-    settings: TrainSettings,
-    scenario: Scenario,
-    *,
-    episodes: int = NUM_EPISODES,
-    seed: int = SEED,
-    sensors: Sensors = NO_FAULTS,
-    num_recorded: int = 0,
-    on_step: OnStep | None = None,
-) -> ScenarioResult:
-    """Fly the episodes of a scenario and return how they ended, with 95 % intervals over maps.
-
-    Blocks until every episode has ended. See `fly` for what it depends on and what it leaves alone.
-
-    Args:
-        candidate: What flies, for example ``policy_candidate(policy)``.
-        settings: Drones, sensor and rules; the scenario replaces map, obstacles and starts.
-        scenario: Where to fly; see `standard_scenarios`.
-        episodes: The number of episodes, rounded up to the same number for each map.
-        seed: Of starts, goals, courses of obstacles, noise and sampled actions.
-        sensors: What is wrong with the sensors.
-        num_recorded: The number of additional flights on the first map that are recorded, and not counted.
-        on_step: Called after each step with the number of episodes that have ended, and of all.
-
-    Raises:
-        ConfigurationError: If there is no episode to fly, or the settings are invalid.
-    """
-    flown = fly(
-        candidate,
-        settings,
-        scenario,
-        episodes=episodes,
-        seed=seed,
-        sensors=sensors,
-        num_recorded=num_recorded,
-        on_step=on_step,
-    )
-    return summarise(flown)
 
 
 def summarise(flown: Flown) -> ScenarioResult:

@@ -16,7 +16,11 @@ FIRST_UNSEEN_MAP = 10_000
 NUM_MAPS = 64
 NUM_EPISODES = 512
 OBSTACLE_WARMUP_S = 20.0  # obstacles leave their origins in this time, so a start meets them anywhere
-MAX_DRONES = 2048  # in one simulation: more only cost memory
+# Drones in one simulation: fewer take more time together, and more only cost memory. In between, a scenario has a few
+# simulations, so that threads and processes can share it.
+_LEAST_DRONES = 256
+_MOST_DRONES = 2048
+_PARTS = 4
 SCENARIO_NAMES = ("through", "line", "training", "static", "empty", "border")
 
 
@@ -138,8 +142,9 @@ def plan_flights(scenario: Scenario, settings: TrainSettings, episodes: int, see
     num_courses = scenario.num_courses
     num_worlds = scenario.num_maps * num_courses
     per_world = math.ceil(episodes / num_worlds)
+    num_drones = min(max(_LEAST_DRONES, episodes // _PARTS), _MOST_DRONES)
     # All courses of a map share a simulation.
-    at_once = max(1, MAX_DRONES // (per_world * num_courses)) * num_courses
+    at_once = max(1, num_drones // (per_world * num_courses)) * num_courses
     parts: list[Part] = []
     for first in range(0, num_worlds, at_once):
         count = min(at_once, num_worlds - first)
