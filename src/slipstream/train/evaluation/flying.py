@@ -216,6 +216,7 @@ class _SharedProgress:
         self._shared = shared
         self._total = sum(plan.num_flights for plan in plans)
         self._ended: dict[tuple[int, int], int] = {}
+        self._lock = threading.Lock()
         self._show: OnStep | None = None
         if shared.rank == 0:
             titles = list_first([plan.title for plan in plans], 2)
@@ -233,9 +234,11 @@ class _SharedProgress:
 
     def refresh(self, new: int = 0) -> None:
         """Count flights that have ended, and show how many there are in all processes."""
-        ended = self._shared.count("ended", new)
-        if self._show is not None:
-            self._show(ended, self._total)
+        # Otherwise another thread could show an older number after a newer one.
+        with self._lock:
+            ended = self._shared.count("ended", new)
+            if self._show is not None:
+                self._show(ended, self._total)
 
 
 class _Shared:
