@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -58,14 +57,19 @@ def count(env, tensordict):
 NavigationEnv._step = count
 main()
 """
+# Writes no file larger than this.
+LIMITED = """
+import resource
+from slipstream.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))
+main()
+"""
 PLAIN = "from slipstream.cli import main; main()"
 
 Process = subprocess.Popen[str]
 
 
-def start(
-    folder: Path, world: int, *arguments: str, scripts: dict[int, str] | None = None, limits: dict[int, int] | None = None
-) -> list[Process]:
+def start(folder: Path, world: int, *arguments: str, scripts: dict[int, str] | None = None) -> list[Process]:
     """Start ``slipstream train`` in several processes.
 
     Args:
@@ -73,7 +77,6 @@ def start(
         world: How many.
         *arguments: Of the command.
         scripts: Python code instead of the plain command, by rank.
-        limits: The largest file that a process may write, by rank.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -85,21 +88,10 @@ def start(
         if world > 1:
             environment |= {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
         script = (scripts or {}).get(rank, PLAIN)
-        limit = (limits or {}).get(rank)
-
-        def prepare(limit: int | None = limit) -> None:
-            if limit is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
+        command = [sys.executable, "-W", "ignore", "-c", script, "train", *arguments]
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", script, "train", *arguments],
-                cwd=folder,
-                env=environment,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                preexec_fn=prepare,
+                command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
         )
     return processes

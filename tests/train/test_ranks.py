@@ -124,7 +124,9 @@ def test_a_full_disk_ends_all_processes_with_an_error_that_names_the_file(tmp_pa
 def test_what_is_wrong_with_a_command_is_said_once_and_nothing_is_written(tmp_path):
     results = finish(start(tmp_path, 2, *SHARDED, "dist.shards=0"))
     assert [code for code, _ in results] == [2, 2]
-    expected = "slipstream: dist.shards is 0, expected 2, 4, 8 or 16 for 2 processes: set dist.shards=2, or more to allow"
+    expected = (
+        "slipstream: dist.shards is 0, expected 2, 4, 8 or 16 for 2 processes: set dist.shards=2, or more to allow"
+    )
     assert results[0][1].startswith(expected)
     assert results[1][1] == ""
     assert not (tmp_path / "runs").exists()
