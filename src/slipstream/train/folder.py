@@ -65,6 +65,21 @@ class RunFolder:
             raise ConfigurationError(f"{self.path} has no config.yaml, so it is not the folder of a run")
         return load_yaml(self.config)
 
+    def require_restored(self, iteration: int) -> None:
+        """Refuse to start over beside the checkpoints of a run.
+
+        Args:
+            iteration: How many iterations are done.
+
+        Raises:
+            ConfigurationError: If there are none, and the run has checkpoints.
+        """
+        # Another process may have trained here after this one looked, and before it took the lock.
+        if iteration == 0 and self.has_checkpoint():
+            raise ConfigurationError(
+                f"{self.path} contains the checkpoints of a run: resume it, or choose another folder"
+            )
+
     def claim(self) -> None:
         """Create the folder if it is missing, and lock it. Writes nothing else; does nothing if it is locked already.
 

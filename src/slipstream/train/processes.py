@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 _JOIN_S = 600.0  # until the first process has read the settings: importing torch may take minutes on a shared disk
 _PARTING_S = 20.0  # less than the 30 s after which torchrun kills
-_LEFT = "slipstream/left"
-_START = "slipstream/start"
+_START = "start"
+_LEFT = "left"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Processes:
             torch.cuda.set_device(device)
         torch_dist.init_process_group(
             backend,
-            store=PrefixStore("slipstream", self.store),
+            store=PrefixStore("group", self.store),
             rank=self.rank,
             world_size=self.world,
             timeout=dt.timedelta(seconds=settings.dist.timeout_s),
@@ -87,17 +87,22 @@ class Processes:
         """Close the connections. Without this, torch may abort a process that ends.
 
         Args:
-            waits: Whether to wait until the first process has left. One that fails should: torchrun then ends all
-                others, and the first one may still be writing.
+            waits: Whether the first process leaves before the others. Processes that fail should: torchrun ends all
+                others when one fails, and the first one may still be writing.
         """
         if torch_dist.is_initialized():
             torch_dist.destroy_process_group()
+        if not waits:
+            return
+        patience = dt.timedelta(seconds=_PARTING_S)
         # The store may be gone already, with the process that held it.
         with contextlib.suppress(RuntimeError):
-            if self.rank == 0:
-                self.store.set(_LEFT, "1")
-            elif waits:
-                self.store.wait([_LEFT], dt.timedelta(seconds=_PARTING_S))
+            if self.rank > 0:
+                self.store.wait([f"{_LEFT} 0"], patience)
+            self.store.set(f"{_LEFT} {self.rank}", "")
+            if self.rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
+                # Without torchrun, the store is part of this process.
+                self.store.wait([f"{_LEFT} {rank}" for rank in range(1, self.world)], patience)
 
 
 def connect() -> Processes | None:
@@ -105,7 +110,8 @@ def connect() -> Processes | None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     store, rank, world = next(rendezvous("env://", timeout=dt.timedelta(seconds=_JOIN_S)))
-    return Processes(rank, world, store)
+    # torchrun keeps its store when it restarts a job, with all values of the attempts before.
+    return Processes(rank, world, PrefixStore(f"slipstream/{_restarts()}", store))
 
 
 def is_copied(error: BaseException) -> bool:

@@ -109,7 +109,6 @@ class TrainSettings:
     use_pipelined_collector: bool
     prefetch_count: int
     tensorboard: bool
-    # With a default, because the runs of earlier versions have neither.
     devices: int = 1
     dist: DistSettings = dataclasses.field(default_factory=DistSettings)
 
@@ -249,10 +248,9 @@ class TrainSettings:
         self.dist.check(self.devices, self.env)
         steps = self.frames_per_iteration // max(1, self.dist.shards)
         if steps < ppo.num_minibatches:
-            raise ConfigurationError(
-                f"env.num_envs x algo.training_frame_num is {steps} steps{' per shard' * bool(self.dist.shards)}, "
-                f"expected at least one for each of the {ppo.num_minibatches} minibatches"
-            )
+            where = " per shard" if self.dist.shards else ""
+            problem = f"env.num_envs x algo.training_frame_num is {steps} steps{where}"
+            raise ConfigurationError(f"{problem}, expected at least one for each of {ppo.num_minibatches} minibatches")
         if self.name is not None and not _is_folder_name(self.name):
             raise ConfigurationError(f"name is {self.name!r}, expected the name of a folder other than 'last'")
         self.torch_device()

@@ -13,16 +13,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from slipstream.checkpoint.manager import CheckpointManager, Restored
+from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import TrainingState
-from slipstream.errors import ConfigurationError, CorruptFileError, StateMismatchError
 from slipstream.nav.env import NavigationEnv
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy
 from slipstream.rl.objective import SCRATCH_KEYS
 from slipstream.rl.ppo import PPO, Minibatches
 from slipstream.rollout.storage import RolloutStorage
-from slipstream.train.changes import Change, require_resumable, schedule_note
+from slipstream.train.changes import Change
 from slipstream.train.episodes import EpisodeStats
 from slipstream.train.evaluation.flights import OnStep
 from slipstream.train.evaluation.jobs import Job, describe_conditions, run_jobs
@@ -33,10 +32,11 @@ from slipstream.train.folder import RunFolder
 from slipstream.train.loggers import Logger, make_loggers
 from slipstream.train.performance import PerformanceMonitor
 from slipstream.train.ranks import Ranks
+from slipstream.train.resuming import load_state, log_changes, read_checkpoint
 from slipstream.train.schedule import learning_rate_factor, teacher_coefficient
 from slipstream.train.settings import TrainSettings
 from slipstream.train.shards import Shards, make_collector, make_group, process_device
-from slipstream.train.startup import numerics, numerics_note, require_memory, seed_everything
+from slipstream.train.startup import numerics, require_memory, seed_everything
 from slipstream.train.stopping import stopping_on_signals
 from slipstream.train.teacher import planner_teacher
 
@@ -165,7 +165,7 @@ class Trainer:
             WriteError: If the settings cannot be written.
         """
         timer, settings = self.monitor.timer, self.settings
-        self.ranks.first(self._require_restored)
+        self.ranks.first(lambda: self.folder.require_restored(self.iteration))
         if self.iteration >= settings.num_iterations:
             # Its files must not claim settings that nothing was trained with.
             if self.ranks.is_first:
@@ -210,46 +210,13 @@ class Trainer:
             ConfigurationError: If there is no checkpoint, if it has another network, or if a setting differs that must
                 not change; see `slipstream.train.changes`.
         """
-        restored = self.ranks.first(self._read_checkpoint)
-        self.ranks.together(lambda: self._load(restored))
+        read = functools.partial(read_checkpoint, self.checkpoints, self.folder.path, self.settings)
+        restored, self._changes = self.ranks.first(read)
+        self.ranks.together(lambda: load_state(self.state, restored, self.folder.path))
         self._saved = self.iteration
-        if not self.ranks.is_first:
-            return self.iteration
-        for change in self._changes:
-            logger.warning("changed since iteration %d: %s", self.iteration, change)
-        before = restored.metrics.get("config", {})
-        for note in (
-            schedule_note(before, self.settings, self.iteration),
-            numerics_note(restored.metrics.get("numerics", {})),
-        ):
-            if note is not None:
-                logger.warning("%s", note)
+        if self.ranks.is_first:
+            log_changes(self._changes, restored.metrics, self.settings, self.iteration)
         return self.iteration
-
-    def _read_checkpoint(self) -> Restored:
-        """Read the newest checkpoint, and compare its settings."""
-        try:
-            restored = self.checkpoints.restore()
-        except FileNotFoundError:
-            raise ConfigurationError(f"{self.folder.path} has no checkpoint to resume from") from None
-        except CorruptFileError as error:
-            raise ConfigurationError(f"{self.folder.path} cannot be resumed: {error}") from error
-        self._changes = require_resumable(self.folder.path, restored.metrics.get("config", {}), self.settings)
-        return restored
-
-    def _load(self, restored: Restored) -> None:
-        try:
-            self.state.load_state_dict(restored.state)
-        except StateMismatchError as error:
-            raise ConfigurationError(f"{self.folder.path} cannot be resumed: {error}") from error
-
-    def _require_restored(self) -> None:
-        """Refuse to start over in the folder of a run with checkpoints."""
-        # Another process may have trained there after this one looked, and before it took the lock.
-        if self.iteration == 0 and self.folder.has_checkpoint():
-            raise ConfigurationError(
-                f"{self.folder.path} contains the checkpoints of a run: resume it, or choose another folder"
-            )
 
     def _forget_later(self) -> None:
         """Delete what a killed run left of iterations after its last checkpoint: they are repeated."""
