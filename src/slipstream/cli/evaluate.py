@@ -32,6 +32,7 @@ training (the training map), static (nothing moving), empty (no obstacles), bord
 at the goal, in a collision, out of bounds, or when time is up. Intervals account for flights that share a map.
 
 Writes NAME.json, and recorded flights for the report. An evaluation under other conditions gets another name.
+With devices=N, N processes share the flights; the result is the same for every N.
 
 \b
 Examples:
@@ -41,6 +42,7 @@ Examples:
   slipstream eval --compare runs/a runs/b
   slipstream eval runs/last --lidar-noise 0.05 --dropout 0.1 --latency 0.1
   slipstream eval runs/last --robustness --scenario through
+  slipstream eval runs/last devices=4
 """
 
 
@@ -101,6 +103,7 @@ def evaluate(
         # No policy is given, so the first argument is a setting already.
         changes.insert(0, checkpoint)
         checkpoint = None
+    changes = _settle_devices(changes)
     options = _Options(
         overrides=changes,
         scenarios=scenario,
@@ -118,17 +121,39 @@ def evaluate(
     )
     if robustness and (shield or options.sensors.describe()):
         raise ConfigurationError("--robustness cannot be combined with --shield, --lidar-noise, --dropout or --latency")
-    if compare is None:
-        _evaluate(checkpoint, options, planner=policy == PLANNER)
-        return
-    if checkpoint is not None or robustness or policy == PLANNER:
-        raise ConfigurationError("--compare takes two policies, expected no other policy and no --robustness")
-    if name is not None and output is None:
-        raise ConfigurationError("--name needs --output here: without it, a comparison is printed and not written")
-    _compare(compare, options)
+    if compare is not None:
+        if checkpoint is not None or robustness or policy == PLANNER:
+            raise ConfigurationError("--compare takes two policies, expected no other policy and no --robustness")
+        if name is not None and output is None:
+            raise ConfigurationError("--name needs --output here: without it, a comparison is printed and not written")
+    processes = connect()
+    with one_voice(processes):
+        if compare is None:
+            _evaluate(checkpoint, options, processes, planner=policy == PLANNER)
+        else:
+            _compare(compare, options, processes)
 
 
 evaluate.__doc__ = _HELP
+
+
+def _settle_devices(overrides: list[str]) -> list[str]:
+    """Start as many processes as the command line asks for, or check that they are there; returns the other settings.
+
+    The number of processes does not change the result, so it is not among the conditions of an evaluation.
+    """
+    from slipstream.cli.processes import relaunch  # noqa: PLC0415 - keeps --help quick
+    from slipstream.train.processes import require_devices, under_torchrun  # noqa: PLC0415
+
+    given = [override for override in overrides if override.startswith("devices=")]
+    if not given:
+        return overrides
+    devices = whole_number("devices", given[-1].partition("=")[2])
+    if under_torchrun():
+        require_devices(devices)
+    elif devices > 1:
+        relaunch(devices, [argument for argument in sys.argv[1:] if not argument.startswith("devices=")])
+    return [override for override in overrides if override not in given]
 
 
 @dataclass(frozen=True)
@@ -177,17 +202,65 @@ class _Options:
         )
 
 
-def _evaluate(checkpoint: str | None, options: _Options, *, planner: bool) -> None:
-    """Evaluate one policy or the planner."""
-    from slipstream.cli import evaluation_output as display  # noqa: PLC0415 - keeps --help quick
-    from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
-    from slipstream.train.evaluation.entrants import choose_scenarios  # noqa: PLC0415
-    from slipstream.train.evaluation.jobs import plan_jobs, robustness_jobs  # noqa: PLC0415
-    from slipstream.train.evaluation.results import FORMAT, save_evaluation  # noqa: PLC0415
+@dataclass(frozen=True)
+class _Planned:
+    """What will fly.
+
+    Attributes:
+        jobs: What flies where.
+        entrants: The policies.
+        host: The number of the one with whose settings all fly.
+        about: What the result says about policies and conditions.
+        name: Of the files; None in processes that do not write.
+    """
+
+    jobs: list[Job]
+    entrants: list[Entrant]
+    host: int
+    about: dict[str, Any]
+    name: str | None
+
+    @property
+    def settings(self) -> TrainSettings:
+        """With which all fly."""
+        return self.entrants[self.host].settings
+
+
+def _plan_everywhere(processes: Processes | None, plan: Callable[[bool], _Planned]) -> _Planned:
+    """Plan in the first process and, if that worked, in the others: policies are loaded, not sent.
+
+    Args:
+        processes: Those that share the work, if there are several.
+        plan: Called with whether this process writes the result.
+    """
+    from slipstream.train.processes import take_device  # noqa: PLC0415 - keeps --help quick
     from slipstream.train.startup import prepare_process  # noqa: PLC0415
 
+    planned: list[_Planned] = []
+
+    def plan_first() -> None:
+        planned.append(plan(True))
+
+    if processes is None:
+        plan_first()
+    else:
+        processes.first(plan_first)
+    if not planned:
+        planned.append(plan(False))
+    settings = planned[0].settings
+    if processes is not None:
+        take_device(settings)
+    prepare_process(settings.num_threads or share_of_cores())
+    return planned[0]
+
+
+def _plan_evaluation(checkpoint: str | None, options: _Options, *, planner: bool, writes: bool) -> _Planned:
+    """Plan the flights of one policy or the planner."""
+    from slipstream.train.evaluation.entrants import choose_scenarios  # noqa: PLC0415 - keeps --help quick
+    from slipstream.train.evaluation.jobs import plan_jobs, robustness_jobs  # noqa: PLC0415
+    from slipstream.train.evaluation.results import FORMAT  # noqa: PLC0415
+
     entrant = options.load(checkpoint, planner=planner)
-    prepare_process(entrant.settings.num_threads)
     scenarios = choose_scenarios([entrant], options.scenarios, options.maps)
     if options.robustness:
         if options.scenarios is None:
@@ -199,12 +272,29 @@ def _evaluate(checkpoint: str | None, options: _Options, *, planner: bool) -> No
         # Before anything flies: a latency that is too short would be found after most of the work is done.
         job.sensors.latency_steps(entrant.settings.sim.dt)
     about = {**entrant.about, "conditions": options.conditions(jobs, entrant)}
-    folder = options.output or entrant.folder
-    name = _reserve_name(folder, options.name, _default_name(options, entrant), about, FORMAT)
+    name = None
+    if writes:
+        folder = options.output or entrant.folder
+        name = _reserve_name(folder, options.name, _default_name(options, entrant), about, FORMAT)
+    return _Planned(jobs, [entrant], 0, about, name)
 
+
+def _evaluate(checkpoint: str | None, options: _Options, processes: Processes | None, *, planner: bool) -> None:
+    """Evaluate one policy or the planner."""
+    from slipstream.cli import evaluation_output as display  # noqa: PLC0415 - keeps --help quick
+    from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
+    from slipstream.train.evaluation.results import save_evaluation  # noqa: PLC0415
+
+    def plan(writes: bool) -> _Planned:  # noqa: FBT001 - the only argument
+        return _plan_evaluation(checkpoint, options, planner=planner, writes=writes)
+
+    planned = _plan_everywhere(processes, plan)
     screen = console(stderr=True)
-    results = display.fly_jobs(jobs, entrant.settings, screen, options.episodes, options.seed)
-    path, document = save_evaluation(results, folder, name, about)
+    results = display.fly_jobs(planned.jobs, planned.settings, screen, options.episodes, options.seed, processes)
+    if planned.name is None:
+        return
+    folder = options.output or planned.entrants[0].folder
+    path, document = save_evaluation(results, folder, planned.name, planned.about)
     if options.as_json:
         print_json(document)
         return
@@ -215,14 +305,11 @@ def _evaluate(checkpoint: str | None, options: _Options, *, planner: bool) -> No
     print_lines(*display.footnotes(results), f"written to {path}")
 
 
-def _compare(policies: tuple[str, str], options: _Options) -> None:
-    """Compare two policies on the same flights, in the world of the first one; the planner has no world."""
-    from slipstream.cli import evaluation_output as display  # noqa: PLC0415 - keeps --help quick
-    from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
-    from slipstream.train.evaluation.compare import FORMAT, compare, save_comparison  # noqa: PLC0415
+def _plan_comparison(policies: tuple[str, str], options: _Options, *, writes: bool) -> _Planned:
+    """Plan the flights of two policies, in the world of the first one; the planner has no world."""
+    from slipstream.train.evaluation.compare import FORMAT  # noqa: PLC0415 - keeps --help quick
     from slipstream.train.evaluation.entrants import PLANNER, choose_scenarios  # noqa: PLC0415
     from slipstream.train.evaluation.jobs import Job  # noqa: PLC0415
-    from slipstream.train.startup import prepare_process  # noqa: PLC0415
 
     entrants = []
     for policy in policies:
@@ -231,8 +318,6 @@ def _compare(policies: tuple[str, str], options: _Options) -> None:
     host = 0
     if policies[0] == PLANNER:
         host = 1
-    settings = entrants[host].settings
-    prepare_process(settings.num_threads)
     scenarios = choose_scenarios([entrants[host], entrants[1 - host]], options.scenarios, options.maps)
     jobs: list[Job] = []
     for scenario in scenarios:
@@ -241,20 +326,38 @@ def _compare(policies: tuple[str, str], options: _Options) -> None:
         "policies": [entrant.about for entrant in entrants],
         "conditions": options.conditions(jobs, entrants[host]),
     }
-    name = "comparison"
-    if options.output is not None:
-        name = _reserve_name(options.output, options.name, name, about, FORMAT)
+    name = None
+    if writes:
+        name = "comparison"
+    if writes and options.output is not None:
+        name = _reserve_name(options.output, options.name, "comparison", about, FORMAT)
+    return _Planned(jobs, entrants, host, about, name)
 
-    results = display.fly_jobs(jobs, settings, console(stderr=True), options.episodes, options.seed)
+
+def _compare(policies: tuple[str, str], options: _Options, processes: Processes | None) -> None:
+    """Compare two policies on the same flights."""
+    from slipstream.cli import evaluation_output as display  # noqa: PLC0415 - keeps --help quick
+    from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
+    from slipstream.train.evaluation.compare import compare, save_comparison  # noqa: PLC0415
+
+    def plan(writes: bool) -> _Planned:  # noqa: FBT001 - the only argument
+        return _plan_comparison(policies, options, writes=writes)
+
+    planned = _plan_everywhere(processes, plan)
+    screen = console(stderr=True)
+    results = display.fly_jobs(planned.jobs, planned.settings, screen, options.episodes, options.seed, processes)
+    if planned.name is None:
+        return
     comparisons = []
     for first, second in zip(results[::2], results[1::2], strict=True):
         comparisons.append(compare(first, second))
-    path, document = save_comparison(comparisons, about, options.output, name)
+    path, document = save_comparison(comparisons, planned.about, options.output, planned.name)
     if options.as_json:
         print_json(document)
         return
     print_table(display.comparison_table(comparisons, policies))
-    print_lines(f"Both fly with the settings of {policies[host]}.", *_differences(policies, entrants, host))
+    differences = _differences(policies, planned.entrants, planned.host)
+    print_lines(f"Both fly with the settings of {policies[planned.host]}.", *differences)
     if path is not None:
         print_lines(f"written to {path}")
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slipstream.train.evaluation.jobs import Job
     from slipstream.train.evaluation.results import ScenarioResult
     from slipstream.train.evaluation.statistics import Interval
+    from slipstream.train.processes import Processes
     from slipstream.train.settings import TrainSettings
 
 _RATES = ("success", "static_collision", "dynamic_collision", "out_of_bounds", "timeout")
@@ -23,9 +24,14 @@ _MEAN_TITLES = {"inside_share": "inside field", "time_to_goal_s": "time to goal 
 
 
 def fly_jobs(
-    jobs: Sequence[Job], settings: TrainSettings, screen: Console, episodes: int, seed: int
+    jobs: Sequence[Job],
+    settings: TrainSettings,
+    screen: Console,
+    episodes: int,
+    seed: int,
+    processes: Processes | None = None,
 ) -> list[ScenarioResult]:
-    """Fly jobs with a progress bar for each; without a terminal, a line for each."""
+    """Fly jobs with a progress bar for each; without a terminal, a line for each. Several processes have one bar."""
     from slipstream.train.evaluation.jobs import run_jobs  # noqa: PLC0415 - this module works without torch
 
     columns = (TextColumn("flying: {task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
@@ -41,7 +47,9 @@ def fly_jobs(
 
             return on_step
 
-        return run_jobs(jobs, settings, episodes=episodes, seed=seed, start_progress=start_progress)
+        return run_jobs(
+            jobs, settings, episodes=episodes, seed=seed, start_progress=start_progress, processes=processes
+        )
 
 
 def results_table(results: Sequence[ScenarioResult]) -> Table:
