@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from slipstream.train.evaluation.entrants import Entrant
     from slipstream.train.evaluation.jobs import Job
     from slipstream.train.evaluation.pilots import Sensors
+    from slipstream.train.processes import Processes
+    from slipstream.train.settings import TrainSettings
 
 EXAMPLE = "slipstream eval runs/last --scenario through --scenario line"
 
@@ -89,7 +92,9 @@ def evaluate(
 ) -> None:
     """Evaluate; see `_HELP`, which is what people see."""
     calm_threads()
-    from slipstream.train.evaluation.entrants import PLANNER  # noqa: PLC0415 - keeps --help quick
+    from slipstream.cli.processes import one_voice  # noqa: PLC0415 - keeps --help quick
+    from slipstream.train.evaluation.entrants import PLANNER  # noqa: PLC0415
+    from slipstream.train.processes import connect  # noqa: PLC0415
 
     if name is not None and (not name or Path(name).name != name):
         raise ConfigurationError(f"--name is {name!r}, expected the name of a file without a folder")
@@ -148,7 +153,10 @@ def _settle_devices(overrides: list[str]) -> list[str]:
     given = [override for override in overrides if override.startswith("devices=")]
     if not given:
         return overrides
-    devices = whole_number("devices", given[-1].partition("=")[2])
+    text = given[-1].partition("=")[2]
+    if not text.isdecimal() or not int(text):
+        raise ConfigurationError(f"devices is {text}, expected a whole number of at least 1")
+    devices = int(text)
     if under_torchrun():
         require_devices(devices)
     elif devices > 1:
@@ -226,31 +234,31 @@ class _Planned:
         return self.entrants[self.host].settings
 
 
-def _plan_everywhere(processes: Processes | None, plan: Callable[[bool], _Planned]) -> _Planned:
+def _plan_everywhere(processes: Processes | None, plan: Callable[[int], _Planned]) -> _Planned:
     """Plan in the first process and, if that worked, in the others: policies are loaded, not sent.
 
     Args:
         processes: Those that share the work, if there are several.
-        plan: Called with whether this process writes the result.
+        plan: Called with the number of this process. The first one writes the result.
     """
-    from slipstream.train.processes import take_device  # noqa: PLC0415 - keeps --help quick
+    from slipstream.dist.threads import share_of_cores  # noqa: PLC0415 - keeps --help quick
+    from slipstream.train.processes import take_gpu  # noqa: PLC0415
     from slipstream.train.startup import prepare_process  # noqa: PLC0415
 
+    if processes is not None:
+        take_gpu()
     planned: list[_Planned] = []
 
     def plan_first() -> None:
-        planned.append(plan(True))
+        planned.append(plan(0))
 
     if processes is None:
         plan_first()
     else:
         processes.first(plan_first)
-    if not planned:
-        planned.append(plan(False))
-    settings = planned[0].settings
-    if processes is not None:
-        take_device(settings)
-    prepare_process(settings.num_threads or share_of_cores())
+        if processes.rank > 0:
+            planned.append(plan(processes.rank))
+    prepare_process(planned[0].settings.num_threads or share_of_cores())
     return planned[0]
 
 
@@ -285,8 +293,8 @@ def _evaluate(checkpoint: str | None, options: _Options, processes: Processes | 
     from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
     from slipstream.train.evaluation.results import save_evaluation  # noqa: PLC0415
 
-    def plan(writes: bool) -> _Planned:  # noqa: FBT001 - the only argument
-        return _plan_evaluation(checkpoint, options, planner=planner, writes=writes)
+    def plan(rank: int) -> _Planned:
+        return _plan_evaluation(checkpoint, options, planner=planner, writes=rank == 0)
 
     planned = _plan_everywhere(processes, plan)
     screen = console(stderr=True)
@@ -340,8 +348,8 @@ def _compare(policies: tuple[str, str], options: _Options, processes: Processes 
     from slipstream.cli.output import console, print_json, print_lines, print_table  # noqa: PLC0415
     from slipstream.train.evaluation.compare import compare, save_comparison  # noqa: PLC0415
 
-    def plan(writes: bool) -> _Planned:  # noqa: FBT001 - the only argument
-        return _plan_comparison(policies, options, writes=writes)
+    def plan(rank: int) -> _Planned:
+        return _plan_comparison(policies, options, writes=rank == 0)
 
     planned = _plan_everywhere(processes, plan)
     screen = console(stderr=True)

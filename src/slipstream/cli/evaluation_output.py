@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def fly_jobs(
     from slipstream.train.evaluation.jobs import run_jobs  # noqa: PLC0415 - this module works without torch
 
     columns = (TextColumn("flying: {task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeElapsedColumn(), console=screen, disable=not screen.is_terminal) as progress:
+    remaining = TimeRemainingColumn(compact=True, elapsed_when_finished=True)
+    with Progress(*columns, remaining, console=screen, disable=not screen.is_terminal) as progress:
 
         def start_progress(title: str) -> OnStep:
             if not screen.is_terminal:

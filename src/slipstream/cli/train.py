@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,10 +43,11 @@ def train(
 ) -> None:
     """Train; `_HELP` is the text that users see."""
     calm_threads()
-    from slipstream.train.processes import connect  # noqa: PLC0415 - keeps --help quick
+    from slipstream.cli.processes import one_voice  # noqa: PLC0415 - keeps --help quick
+    from slipstream.train.processes import connect  # noqa: PLC0415
 
     processes = connect()
-    with _one_voice(processes):
+    with one_voice(processes):
         _train(processes, overrides or [], cfg=cfg, evaluate=evaluate, json=json)
 
 
@@ -139,7 +137,7 @@ def _launch(
     settings: TrainSettings, folder: RunFolder, overrides: Sequence[str], *, evaluate: bool, json: bool
 ) -> None:
     """Replace this process by torchrun, which starts as many as the settings ask for."""
-    from slipstream.train.processes import torchrun_command  # noqa: PLC0415 - keeps --help quick
+    from slipstream.cli.processes import relaunch  # noqa: PLC0415 - keeps --help quick
 
     arguments = list(overrides)
     if not any(override.startswith(("name=", "resume=")) for override in overrides):
@@ -149,40 +147,7 @@ def _launch(
         arguments.append("--no-evaluate")
     if json:
         arguments.append("--json")
-    # What torchrun would choose as well, with a warning.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.stdout.flush()
-    command = torchrun_command(settings.devices, arguments)
-    os.execv(command[0], command)  # noqa: S606 - our own interpreter
-
-
-@contextlib.contextmanager
-def _one_voice(processes: Processes | None) -> Iterator[None]:
-    """Let an error of the first process be reported by that one only, and those of others with their number."""
-    if processes is None:
-        yield
-        return
-    from slipstream.cli.errors import sentence_of  # noqa: PLC0415 - keeps --help quick
-    from slipstream.cli.output import print_error  # noqa: PLC0415
-    from slipstream.errors import RankLostError, SlipstreamError  # noqa: PLC0415
-    from slipstream.train.processes import is_copied  # noqa: PLC0415
-
-    waits = True
-    try:
-        yield
-        waits = False
-    except typer.Exit as end:
-        waits = end.exit_code != 0
-        raise
-    except (SlipstreamError, ImportError, OSError) as error:
-        waits = not isinstance(error, RankLostError)
-        if processes.rank == 0:
-            print_error(sentence_of(error))
-        elif not is_copied(error):
-            print_error(f"rank {processes.rank}: {sentence_of(error)}")
-        raise typer.Exit(2) from error
-    finally:
-        processes.leave(waits=waits)
+    relaunch(settings.devices, ["train", *arguments])
 
 
 def _outcome(trainer: Trainer) -> dict[str, Any]:

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as torch_dist
 
 from slipstream.checks import require_count
-from slipstream.dist.threads import on_one_thread_each
+from slipstream.dist.threads import on_one_thread_each, share_of_cores
 from slipstream.errors import ConfigurationError, RankLostError
-from slipstream.threads import usable_cores
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -90,7 +89,7 @@ class ShardGroup:
         self.shards = shards
         per_rank = shards // self.world
         self.local_shards = range(self.rank * per_rank, (self.rank + 1) * per_rank)
-        self.threads = min(per_rank, _share_of_cores() if threads is None else require_count("threads", threads))
+        self.threads = min(per_rank, share_of_cores() if threads is None else require_count("threads", threads))
 
     def map(self, function: Callable[[int], R]) -> list[R]:
         """Call a function for every shard of this process, and return its results in the order of the shards.
@@ -285,9 +284,3 @@ def portable(error: Exception) -> Exception:
     except Exception:  # noqa: BLE001 - any code may run here, and what is wrong with it does not matter
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _share_of_cores() -> int:
-    """Return how many cores each process on this machine may use."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, usable_cores() // processes)

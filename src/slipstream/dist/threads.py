@@ -7,12 +7,13 @@ the work that always runs on one thread has the same result on every machine wit
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
-from slipstream.threads import parallel_each
+from slipstream.threads import parallel_each, usable_cores
 
 T = TypeVar("T")
 
@@ -47,3 +48,9 @@ def on_one_thread_each(function: Callable[[T], None], items: Sequence[T], thread
     # The calling thread works too, so its setting has to be restored.
     with one_thread():
         parallel_each(call, items, threads)
+
+
+def share_of_cores() -> int:
+    """Return how many cores each process on this machine may use."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, usable_cores() // processes)

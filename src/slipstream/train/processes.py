@@ -1,4 +1,4 @@
-"""The processes of a training under ``torchrun``: how they are started, find each other, wait and end.
+"""The processes of a command under ``torchrun``: how they are started, find each other, wait and end.
 
 torchrun tells each process its place in environment variables. Before the processes form a group, they share values
 through torchrun's store: which kind of group it is depends on the settings, and only the first process reads those.
@@ -114,6 +114,12 @@ def connect() -> Processes | None:
     return Processes(rank, world, PrefixStore(f"slipstream/{_restarts()}", store))
 
 
+def take_gpu() -> None:
+    """Let ``cuda`` mean another GPU in each process of this machine, as far as there are enough."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
 def is_copied(error: BaseException) -> bool:
     """Return whether an error happened in another process, which reports it."""
     return any(note.startswith("in rank ") for note in getattr(error, "__notes__", ()))
@@ -125,14 +131,14 @@ def under_torchrun() -> bool:
 
 
 def torchrun_command(devices: int, arguments: Sequence[str]) -> list[str]:
-    """Return the command that trains in several processes on this machine.
+    """Return the command that runs a command of ``slipstream`` in several processes on this machine.
 
     Args:
         devices: How many processes.
-        arguments: Those of ``slipstream train``.
+        arguments: Of ``slipstream``, the command first.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
-    return [*launcher, "-m", "slipstream", "train", *arguments]
+    return [*launcher, "-m", "slipstream", *arguments]
 
 
 def settle_devices(settings: TrainSettings, overrides: Sequence[str]) -> TrainSettings:
@@ -147,16 +153,25 @@ def settle_devices(settings: TrainSettings, overrides: Sequence[str]) -> TrainSe
     """
     if not under_torchrun():
         return settings
-    world = int(os.environ["WORLD_SIZE"])
-    is_given = any(override.key_or_group == "devices" for override in parse_overrides(overrides))
-    if is_given and settings.devices != world:
-        raise ConfigurationError(
-            f"devices is {settings.devices}, but torchrun has started {world}: leave devices out, or start slipstream "
-            "without torchrun"
-        )
-    settled = dataclasses.replace(settings, devices=world)
+    if any(override.key_or_group == "devices" for override in parse_overrides(overrides)):
+        require_devices(settings.devices)
+    settled = dataclasses.replace(settings, devices=int(os.environ["WORLD_SIZE"]))
     settled.check()
     return settled
+
+
+def require_devices(devices: int) -> None:
+    """Require that torchrun has started this number of processes.
+
+    Raises:
+        ConfigurationError: If it has started another number.
+    """
+    world = int(os.environ["WORLD_SIZE"])
+    if devices != world:
+        raise ConfigurationError(
+            f"devices is {devices}, but torchrun has started {world}: leave devices out, or start slipstream without "
+            "torchrun"
+        )
 
 
 def attempt_overrides(overrides: Sequence[str]) -> list[str]:
