@@ -137,7 +137,7 @@ def torchrun_command(devices: int, arguments: Sequence[str]) -> list[str]:
         devices: How many processes.
         arguments: Of ``slipstream``, the command first.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
+    launcher = [sys.executable, "-m", "slipstream.dist.launch", "--standalone", f"--nproc-per-node={devices}"]
     return [*launcher, "-m", "slipstream", *arguments]
 
 
