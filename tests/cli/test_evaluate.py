@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -274,3 +276,38 @@ def test_a_comparison_replaces_only_the_same_comparison(run, slipstream, tmp_pat
     assert failed.code != 0
     assert "mine.json exists and is another evaluation, expected another --name" in failed.err
     assert (tmp_path / "mine.json").read_text() == "{}"
+
+
+def test_several_processes_give_the_same_result_as_one(run, slipstream, tmp_path):
+    arguments = ("eval", run, "--episodes", 520, "--maps", 40, "--scenario", "through", "--scenario", "line")
+    alone = slipstream.json(*arguments, "--output", tmp_path / "alone")
+    command = [sys.executable, "-m", "slipstream", *map(str, arguments), "devices=2", "--json"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "shared")], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [
+        "flying: Through the field, unseen maps, NavRL's line, unseen maps, in 2 processes"
+    ]
+    shared = json.loads(done.stdout)
+    for document in (alone, shared):
+        document.pop("time")
+        for result in document["results"]:
+            result.pop("steps_per_s")
+    assert shared == alone
+    recorded = [tmp_path / folder / "evaluation_through.slip" for folder in ("alone", "shared")]
+    assert recorded[0].read_bytes() == recorded[1].read_bytes()
+
+
+def test_what_is_wrong_is_said_once_and_is_the_last_line(run, tmp_path):
+    command = [sys.executable, "-m", "slipstream", "eval", str(run), "devices=2", "--latency", "0.001"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "slipstream: latency_s is 0.001, expected 0 or at least a step of 0.1 s\n"
+
+
+@pytest.mark.parametrize("devices", ["0", "-1", "two", "1.5"])
+def test_the_number_of_processes_is_a_whole_number(run, slipstream, devices):
+    failed = slipstream("eval", run, f"devices={devices}")
+    assert failed.code == 2
+    assert f"devices is {devices}, expected a whole number of at least 1" in failed.err
