@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.train.folder import RunFolder, read_metrics
-from tests.train.ranks import HANG_S, KILLED, SHARDED, assert_same, content, ending, finish, start, train
+from tests.train.ranks import HANG_S, KILLED, LIMITED, SHARDED, assert_same, content, ending, finish, start, train
 
 PACKED = ("gpu_memory_limited=true", "use_pipelined_collector=true", "compress_lidar=true", "eval_interval=0")
 ENDLESS = ("max_frame_num=1e9", "save_interval=1000", "rollout_save_interval=3", "eval_interval=0")
@@ -115,7 +115,8 @@ def test_torchrun_restarts_a_job_that_lost_a_process_and_the_run_goes_on(straigh
 
 def test_a_full_disk_ends_all_processes_with_an_error_that_names_the_file(tmp_path):
     # Enough for the settings and metrics, but not for a checkpoint.
-    results = finish(start(tmp_path, 2, *SHARDED, "rollout_save_interval=0", "name=x", limits={0: 100_000}))
+    scripts = {0: LIMITED.format(size=100_000)}
+    results = finish(start(tmp_path, 2, *SHARDED, "rollout_save_interval=0", "name=x", scripts=scripts))
     assert [code for code, _ in results] == [2, 2], results
     assert "checkpoint_iter_1.slip" in results[0][1]
     assert results[1][1] == ""

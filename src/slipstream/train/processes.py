@@ -116,7 +116,7 @@ def connect() -> Processes | None:
 
 def is_copied(error: BaseException) -> bool:
     """Return whether an error happened in another process, which reports it."""
-    return any(note.startswith("in rank ") for note in getattr(error, "__notes__", ()))
+    return "in rank " in " ".join(getattr(error, "__notes__", ()))
 
 
 def under_torchrun() -> bool:
@@ -148,8 +148,7 @@ def settle_devices(settings: TrainSettings, overrides: Sequence[str]) -> TrainSe
     if not under_torchrun():
         return settings
     world = int(os.environ["WORLD_SIZE"])
-    is_given = any(override.key_or_group == "devices" for override in parse_overrides(overrides))
-    if is_given and settings.devices != world:
+    if "devices" in _given(overrides) and settings.devices != world:
         raise ConfigurationError(
             f"devices is {settings.devices}, but torchrun has started {world}: leave devices out, or start slipstream "
             "without torchrun"
@@ -167,9 +166,9 @@ def attempt_overrides(overrides: Sequence[str]) -> list[str]:
     """
     if restarts_left() + _restarts() == 0:
         return list(overrides)
-    given = {override.key_or_group: override for override in parse_overrides(overrides)}
+    given = _given(overrides)
     added = []
-    if "resume" in given and given["resume"].value() != "auto":
+    if given.get("resume") not in (None, "auto"):
         return list(overrides)
     if "name" not in given:
         job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -187,6 +186,11 @@ def attempt_overrides(overrides: Sequence[str]) -> list[str]:
 def restarts_left() -> int:
     """Return how often torchrun would still restart the job if a process failed."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - _restarts()
+
+
+def _given(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings on a command line."""
+    return {override.key_or_group: override.value() for override in parse_overrides(overrides)}
 
 
 def _restarts() -> int:
