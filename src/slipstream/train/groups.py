@@ -148,8 +148,7 @@ class DistSettings:
         if self.shards % devices:
             worlds = [shards for shards in valid if shards <= self.shards]
             raise ConfigurationError(
-                f"{devices} processes cannot divide dist.shards={self.shards} among themselves, expected "
-                f"{_alternatives(worlds)} processes"
+                f"devices is {devices}, expected {_alternatives(worlds)} for dist.shards={self.shards}"
             )
         steps = env.num_envs // self.shards * algo.training_frame_num
         if steps < algo.num_minibatches:
