@@ -109,6 +109,34 @@ def test_processes_agree_on_flags_values_and_the_order_of_shards(tmp_path):
     assert second.splitlines() == ["True False from 0", "None"]
 
 
+FAIL = """
+group = ShardGroup(4)
+print(group.first(lambda: f"from {rank}"), group.together(lambda: rank))
+class OwnError(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+def fail(error):
+    raise error
+def tell(function):
+    try:
+        function()
+    except Exception as error:
+        print(type(error).__name__, error, *getattr(error, "__notes__", []))
+tell(lambda: group.first(lambda: fail(ValueError("bad"))))
+tell(lambda: group.together(lambda: fail(KeyError("gone")) if rank else None))
+tell(lambda: group.first(lambda: fail(OwnError("cannot", "travel"))))
+print(group.any(rank == 0))
+"""
+
+
+def test_what_fails_in_one_process_fails_in_all_of_them_and_they_stay_in_step(tmp_path):
+    first, second = run_ranks(PREAMBLE + FAIL, 2, tmp_path)
+    expected = ["from 0 0", "ValueError bad", "KeyError 'gone' in rank 1", "OwnError cannot travel", "True"]
+    assert first.splitlines() == expected
+    expected = ["from 0 1", "ValueError bad in rank 0", "KeyError 'gone'"]
+    assert second.splitlines() == [*expected, "RuntimeError OwnError: cannot travel in rank 0", "True"]
+
+
 # Rank 3 waits until it is killed; the others wait for its part of a sum.
 LOSE = """
 import signal

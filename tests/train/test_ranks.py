@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.train.folder import RunFolder, read_metrics
-from tests.train.ranks import HANG_S, KILLED, SHARDED, assert_same, content, ending, finish, start, train
+from tests.dist.ranks import run_ranks
+from tests.dist.test_group import PREAMBLE
+from tests.train.ranks import HANG_S, KILLED, LIMITED, SHARDED, assert_same, content, ending, finish, start, train
 
 PACKED = ("gpu_memory_limited=true", "use_pipelined_collector=true", "compress_lidar=true", "eval_interval=0")
 ENDLESS = ("max_frame_num=1e9", "save_interval=1000", "rollout_save_interval=3", "eval_interval=0")
@@ -115,10 +117,36 @@ def test_torchrun_restarts_a_job_that_lost_a_process_and_the_run_goes_on(straigh
 
 def test_a_full_disk_ends_all_processes_with_an_error_that_names_the_file(tmp_path):
     # Enough for the settings and metrics, but not for a checkpoint.
-    results = finish(start(tmp_path, 2, *SHARDED, "rollout_save_interval=0", "name=x", limits={0: 100_000}))
+    scripts = {0: LIMITED.format(size=100_000)}
+    results = finish(start(tmp_path, 2, *SHARDED, "rollout_save_interval=0", "name=x", scripts=scripts))
     assert [code for code, _ in results] == [2, 2], results
     assert "checkpoint_iter_1.slip" in results[0][1]
     assert results[1][1] == ""
+
+
+# The first process is busy, and says so before every step of its work.
+BUSY = """
+from slipstream.train import ranks
+ranks._BEAT_S = -1.0
+all = ranks.Ranks(ShardGroup(2))
+def work(beat):
+    for step in range(5):
+        beat(step, 5)
+    return rank
+def fail(beat):
+    beat()
+    raise ValueError("bad")
+print(all.first_while_others_wait(work))
+try:
+    all.first_while_others_wait(fail)
+except ValueError as error:
+    print(error)
+print(all.first(lambda: "in step"))
+"""
+
+
+def test_other_processes_wait_while_the_first_one_is_busy(tmp_path):
+    assert run_ranks(PREAMBLE + BUSY, 2, tmp_path) == ["0\nbad\nin step\n"] * 2
 
 
 def test_what_is_wrong_with_a_command_is_said_once_and_nothing_is_written(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream import ConfigurationError
 from slipstream.train.folder import RunFolder, read_metrics
@@ -160,3 +161,17 @@ def test_the_precision_that_auto_chose_is_in_the_settings_and_the_checkpoint(tmp
     assert chosen == small("algo.precision=auto").precision()
     assert RunFolder(tmp_path / "x").settings().algo.precision == chosen
     assert trainer.checkpoints.restore().metrics["config"]["algo"]["precision"] == chosen
+
+
+def test_a_resume_with_other_arithmetic_is_logged_with_what_differs(tmp_path, train, caplog, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("slipstream.train.trainer.numerics", lambda: {"torch": "1.0", "cpu": "none"})
+        train("x", until=1)
+    train("x", resume=True, until=2)
+    [line] = [record.message for record in caplog.records if "arithmetic" in record.message]
+    assert line.startswith(
+        f"resumed with other arithmetic (torch 1.0 -> {torch.__version__}, CPU instructions none -> "
+    )
+    caplog.clear()
+    train("x", resume=True)
+    assert "arithmetic" not in caplog.text

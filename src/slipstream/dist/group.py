@@ -200,12 +200,14 @@ class ShardGroup:
             result = function()
         except Exception as raised:  # noqa: BLE001 - raised below, in all processes
             error = raised
+        # Exceptions travel instead of results: there are few of them, and they are small.
         errors: list[Exception | None] = [None] * self.world
         with self._naming_lost_ranks():
-            torch_dist.all_gather_object(errors, None if error is None else portable(error))
+            torch_dist.all_gather_object(errors, portable(error))
         for rank, found in enumerate(errors):
             if found is None:
                 continue
+            # The original has a traceback, its copies have none.
             if rank == self.rank and error is not None:
                 raise error
             found.add_note(f"in rank {rank}")
@@ -224,7 +226,9 @@ class ShardGroup:
         """
 
         def call() -> T | None:
-            return function() if self.rank == 0 else None
+            if self.rank > 0:
+                return None
+            return function()
 
         return self.broadcast(self.together(call))  # type: ignore[return-value]
 
@@ -277,8 +281,9 @@ def sum_in_pairs(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return level[0]
 
 
-def portable(error: Exception) -> Exception:
+def portable(error: Exception | None) -> Exception | None:
     """Return an exception that other processes can read: the same, or if need be another one with its message."""
+    # Not every exception can be pickled, and some can be pickled but not read.
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the same line
     except Exception:  # noqa: BLE001 - any code may run here, and what is wrong with it does not matter

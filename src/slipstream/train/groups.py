@@ -125,7 +125,7 @@ class DistSettings:
     backend: str = "auto"
     timeout_s: float = 1800.0
 
-    def check(self, devices: int, env: EnvSettings) -> None:
+    def check(self, devices: int, env: EnvSettings, algo: AlgoSettings) -> None:
         """Validate these settings for a number of processes.
 
         Raises:
@@ -148,8 +148,13 @@ class DistSettings:
         if self.shards % devices:
             worlds = [shards for shards in valid if shards <= self.shards]
             raise ConfigurationError(
-                f"{devices} processes cannot divide dist.shards={self.shards} among themselves, expected "
-                f"{_alternatives(worlds)} processes"
+                f"devices is {devices}, expected {_alternatives(worlds)} for dist.shards={self.shards}"
+            )
+        steps = env.num_envs // self.shards * algo.training_frame_num
+        if steps < algo.num_minibatches:
+            raise ConfigurationError(
+                f"dist.shards={self.shards} leaves {steps} steps to each shard, expected at least one for each of "
+                f"algo.num_minibatches={algo.num_minibatches}"
             )
 
 

@@ -122,7 +122,7 @@ def take_gpu() -> None:
 
 def is_copied(error: BaseException) -> bool:
     """Return whether an error happened in another process, which reports it."""
-    return any(note.startswith("in rank ") for note in getattr(error, "__notes__", ()))
+    return "in rank " in " ".join(getattr(error, "__notes__", ()))
 
 
 def under_torchrun() -> bool:
@@ -153,7 +153,7 @@ def settle_devices(settings: TrainSettings, overrides: Sequence[str]) -> TrainSe
     """
     if not under_torchrun():
         return settings
-    if any(override.key_or_group == "devices" for override in parse_overrides(overrides)):
+    if "devices" in _given(overrides):
         require_devices(settings.devices)
     settled = dataclasses.replace(settings, devices=int(os.environ["WORLD_SIZE"]))
     settled.check()
@@ -182,9 +182,9 @@ def attempt_overrides(overrides: Sequence[str]) -> list[str]:
     """
     if restarts_left() + _restarts() == 0:
         return list(overrides)
-    given = {override.key_or_group: override for override in parse_overrides(overrides)}
+    given = _given(overrides)
     added = []
-    if "resume" in given and given["resume"].value() != "auto":
+    if given.get("resume") not in (None, "auto"):
         return list(overrides)
     if "name" not in given:
         job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -202,6 +202,11 @@ def attempt_overrides(overrides: Sequence[str]) -> list[str]:
 def restarts_left() -> int:
     """Return how often torchrun would still restart the job if a process failed."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - _restarts()
+
+
+def _given(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings on a command line."""
+    return {override.key_or_group: override.value() for override in parse_overrides(overrides)}
 
 
 def _restarts() -> int:

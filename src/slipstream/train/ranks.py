@@ -27,23 +27,30 @@ class Ranks:
     Attributes:
         is_first: Whether this is the process that writes, logs and evaluates.
         are_many: Whether there is more than one process.
+        patience: How many times a signal has to arrive before it ends this process at once.
     """
 
     def __init__(self, group: ShardGroup | None) -> None:
         self._group = group
         self.is_first = group is None or group.rank == 0
         self.are_many = group is not None and group.world > 1
+        # Launchers pass signals on to processes that may have got them already.
+        self.patience = 1 + self.are_many
         self._stop: signal.Signals | None = None  # what arrived here
         self._agreed: signal.Signals | None = None  # what all processes know of
         self._failure: Exception | None = None  # of the first process, and not raised in all yet
 
     def first(self, function: Callable[[], T]) -> T:
         """Call a function in the first process; returns its result, or raises its exception, in all."""
-        return function() if self._group is None else self._group.first(function)
+        if self._group is None:
+            return function()
+        return self._group.first(function)
 
     def together(self, function: Callable[[], T]) -> T:
         """Call a function in all processes; raises in all of them if it fails in one."""
-        return function() if self._group is None else self._group.together(function)
+        if self._group is None:
+            return function()
+        return self._group.together(function)
 
     def first_while_others_wait(self, function: Callable[[Callable[..., None]], T]) -> T:
         """Call a function that takes long in the first process; returns its result, or raises its exception, in all.
@@ -110,16 +117,22 @@ class Ranks:
         is_interrupted, is_terminated, has_failed = flags
         if has_failed:
             self.first(self.raise_failure)
-        if is_interrupted or is_terminated:
-            self._agreed = signal.SIGTERM if is_terminated else signal.SIGINT
+        if is_interrupted:
+            self._agreed = signal.SIGINT
+        if is_terminated:
+            self._agreed = signal.SIGTERM
 
     def stopped(self) -> signal.Signals | None:
         """Return the signal to stop for, if there is one."""
-        return self._agreed if self.are_many else self._stop
+        if self.are_many:
+            return self._agreed
+        return self._stop
 
     def threads(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which results do not depend on the number of cores, if the run is divided."""
-        return contextlib.nullcontext() if self._group is None else one_thread()
+        if self._group is None:
+            return contextlib.nullcontext()
+        return one_thread()
 
     @contextlib.contextmanager
     def naming(self, run: Path) -> Iterator[None]:
@@ -127,8 +140,12 @@ class Ranks:
         try:
             yield
         except RankLostError as error:
-            who = "another rank" if error.rank is None else f"rank {error.rank}"
-            problem = "did not answer" if "timed out" in str(error).lower() else "exited"
+            who = "another rank"
+            if error.rank is not None:
+                who = f"rank {error.rank}"
+            problem = "exited"
+            if "timed out" in str(error).lower():
+                problem = "did not answer"
             lost = RankLostError(f"{who} {problem}; resume with: slipstream train resume={run}")
             lost.rank = error.rank
             raise lost from error

@@ -1,4 +1,4 @@
-"""Read the checkpoint that a run goes on from, and say what is different from now on."""
+"""Read the checkpoint that a run continues from, and log what is different from then on."""
 
 from __future__ import annotations
 

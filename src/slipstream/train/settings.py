@@ -214,13 +214,8 @@ class TrainSettings:
         Raises:
             ConfigurationError: If a value is invalid; says which and why.
         """
-        least = {
-            "seed": 0,
-            "num_threads": 0,
-            "eval_interval": 0,
-            "rollout_save_interval": 0,
-            "save_compression_level": 0,
-        }
+        may_be_zero = ("seed", "num_threads", "eval_interval", "rollout_save_interval", "save_compression_level")
+        least = dict.fromkeys(may_be_zero, 0)
         for field in dataclasses.fields(self):
             value, lowest = getattr(self, field.name), least.get(field.name, 1)
             # A bool is an int to Python, but flags have no range.
@@ -245,12 +240,12 @@ class TrainSettings:
                 f"the sensor has {lidar.horizontal_beams} x {lidar.vertical_beams} beams, expected 36 x 4: the network "
                 "is NavRL's (sensor.lidar_hres=10 sensor.lidar_vbeams=4)"
             )
-        self.dist.check(self.devices, self.env)
-        steps = self.frames_per_iteration // max(1, self.dist.shards)
-        if steps < ppo.num_minibatches:
-            where = " per shard" if self.dist.shards else ""
-            problem = f"env.num_envs x algo.training_frame_num is {steps} steps{where}"
-            raise ConfigurationError(f"{problem}, expected at least one for each of {ppo.num_minibatches} minibatches")
+        if self.frames_per_iteration < ppo.num_minibatches:
+            raise ConfigurationError(
+                f"env.num_envs x algo.training_frame_num is {self.frames_per_iteration} steps, expected at least one "
+                f"for each of the {ppo.num_minibatches} minibatches"
+            )
+        self.dist.check(self.devices, self.env, self.algo)
         if self.name is not None and not _is_folder_name(self.name):
             raise ConfigurationError(f"name is {self.name!r}, expected the name of a folder other than 'last'")
         self.torch_device()

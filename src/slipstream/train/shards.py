@@ -1,7 +1,7 @@
-"""What belongs to a shard of a run: its drones, its random numbers, its collector and its episodes.
+"""What flies in a run: all drones at once, or divided into shards.
 
-Shards exist only if ``dist.shards`` is not 0. Nothing here depends on the number of processes: a shard is the same in
-whichever process it is.
+`Undivided` and `Shards` have the same methods. What belongs to a shard does not depend on the number of processes: its
+drones, its random numbers, its collector and its episodes are the same in whichever process it is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from slipstream.errors import ConfigurationError, StateMismatchError
 from slipstream.nav.config import NavigationConfig
 from slipstream.nav.env import STATS, NavigationEnv
 from slipstream.rl.network import NavRLPolicy
+from slipstream.rl.objective import SCRATCH_KEYS
 from slipstream.train.episodes import EpisodeStats, named_means
 from slipstream.train.schedule import collision_penalty
 from slipstream.train.settings import TrainSettings
@@ -42,7 +43,7 @@ def make_group(settings: TrainSettings) -> ShardGroup | None:
     if not settings.dist.shards:
         # Each would train by itself, and they would write to the same folder.
         if torch_dist.is_available() and torch_dist.is_initialized():
-            settings.dist.check(torch_dist.get_world_size(), settings.env)
+            settings.dist.check(torch_dist.get_world_size(), settings.env, settings.algo)
         return None
     return ShardGroup(settings.dist.shards, threads=settings.num_threads or None)
 
@@ -74,7 +75,8 @@ def shard_navigation(settings: TrainSettings, shard: int) -> NavigationConfig:
         settings: The settings of the run.
         shard: Number of the shard.
     """
-    shards, env = settings.dist.shards, settings.env
+    env = settings.env
+    shards = settings.dist.shards
     changes: dict[str, Any] = {"num_envs": env.num_envs // shards, "seed": shard_seed(settings.seed, shard)}
     if env.num_maps >= shards:
         changes["num_maps"] = env.num_maps // shards
@@ -110,6 +112,70 @@ def make_collector(settings: TrainSettings, env: NavigationEnv, policy: Any, *, 
     if settings.gpu_memory_limited:
         collector = CompressedDataCollector(collector)
     return collector
+
+
+class Undivided:
+    """All drones of a run in one environment, with its collector and its episodes.
+
+    Args:
+        settings: The settings of the run.
+        env: The environment.
+        policy: What acts.
+
+    Attributes:
+        env: The environment.
+        parts: What a checkpoint contains of this.
+    """
+
+    def __init__(self, settings: TrainSettings, env: NavigationEnv, policy: NavRLPolicy) -> None:
+        self.env = env
+        self._is_ahead = settings.use_pipelined_collector
+        self._collector = make_collector(settings, env, policy)
+        self._episodes = EpisodeStats(settings.env.num_envs)
+        self.parts: dict[str, Any] = {"collector": self._collector, "episodes": self._episodes}
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield rollouts."""
+        return iter(self._collector)
+
+    def generators(self) -> list[torch.Generator]:
+        """Return nothing: the order of minibatches comes from torch's global generator."""
+        return []
+
+    def staleness(self) -> int:
+        """Return how many versions older than the newest the weights are that the last rollout was collected with."""
+        if not self._is_ahead:
+            return 0
+        return int(self._collector.staleness())
+
+    def add(self, rollout: Any) -> None:
+        """Take the episodes that ended in a rollout."""
+        self._episodes.add(rollout)
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Return which flags are set in any process: there is no other."""
+        return list(flags)
+
+    def means(self) -> dict[str, float]:
+        """Return ``train/stats.<name>`` over the latest episodes."""
+        return self._episodes.means()
+
+    def packing(self) -> dict[str, float]:
+        """Return what packing rollouts has cost and saved."""
+        stats: dict[str, float] = self._collector.get_stats()
+        return stats
+
+    def whole_rollout(self, rollout: Any) -> Any:
+        """Return a rollout as it was collected, as a TensorDict."""
+        return _as_collected(rollout)
+
+    def gather_states(self) -> dict[str, Any]:
+        """Return nothing: all that changes is in `parts`."""
+        return {}
+
+    def shutdown(self) -> None:
+        """End the thread that collects."""
+        self._collector.shutdown()
 
 
 class Shard:
@@ -169,7 +235,7 @@ class Shard:
 
 
 class Shards:
-    """The shards of this process. Takes the place of the collector and of the statistics of a run that is not divided.
+    """The shards of this process: a list of rollouts takes the place of one.
 
     Args:
         settings: The settings of the run.
@@ -179,6 +245,8 @@ class Shards:
 
     Attributes:
         members: The shards, in the order of their numbers.
+        env: The environment of the first of them.
+        parts: What a checkpoint contains of this.
     """
 
     def __init__(self, settings: TrainSettings, policy: NavRLPolicy, group: ShardGroup, device: torch.device) -> None:
@@ -189,12 +257,18 @@ class Shards:
         self._totals = torch.zeros(0, dtype=torch.float64)
         # One after another: while they are created, they borrow the global generator.
         self.members = [Shard(settings, policy, shard, device) for shard in group.local_shards]
+        self.env = self.members[0].env
+        self.parts: dict[str, Any] = {"collector": self}
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield a rollout of each shard, collected at the same time."""
         iterators = [iter(member.collector) for member in self.members]
+
+        def collect(shard: int) -> Any:
+            return next(iterators[shard - self._first])
+
         while True:
-            yield self._group.map(lambda shard: next(iterators[shard - self._first]))
+            yield self._group.map(collect)
 
     def generators(self) -> list[torch.Generator]:
         """Return where the order of minibatches comes from, for each shard."""
@@ -202,7 +276,9 @@ class Shards:
 
     def staleness(self) -> int:
         """Return how many versions older than the newest the weights are that the last rollouts were collected with."""
-        return int(self.members[0].collector.staleness()) if self._is_ahead else 0
+        if not self._is_ahead:
+            return 0
+        return int(self.members[0].collector.staleness())
 
     def add(self, rollouts: Sequence[Any]) -> None:
         """Take the episodes that ended in the rollouts."""
@@ -223,15 +299,17 @@ class Shards:
         rows = []
         for place, member in enumerate(self.members):
             # The flags of a process are in the row of its first shard.
-            row = [float(flag and place == 0) for flag in flags]
+            row = [0.0] * len(flags)
+            if place == 0:
+                row = list(map(float, flags))
             row += member.episodes.sums()
             if self._is_packed:
-                packing = member.collector.get_stats()
-                row += [packing[name] for name in _PACKING]
+                row += map(member.collector.get_stats().__getitem__, _PACKING)
             rows.append(torch.tensor(row, dtype=torch.float64, device=self._group.device))
         total = self._group.sum(rows).cpu()
         self._totals = total[len(flags) :]
-        return [bool(count) for count in total[: len(flags)]]
+        is_set: list[bool] = (total[: len(flags)] > 0).tolist()
+        return is_set
 
     def means(self) -> dict[str, float]:
         """Return ``train/stats.<name>`` over the latest episodes of all shards, as of the last `agree`."""
@@ -244,27 +322,27 @@ class Shards:
         stats = dict(zip(_PACKING, self._totals[1 + len(STATS) :].tolist(), strict=True))
         return {**stats, "compression_ratio": stats["raw_bytes"] / max(stats["packed_bytes"], 1.0)}
 
-    def whole_rollout(self, rollouts: Sequence[TensorDictBase]) -> TensorDictBase | None:
+    def whole_rollout(self, rollouts: Sequence[Any]) -> Any:
         """Return the rollout of all shards of the run in the first process, and None in the others.
 
         Raises:
             RankLostError: If another process has exited.
         """
-        parts = self._group.gather([rollout.cpu() for rollout in rollouts])
+        parts = self._group.gather([_as_collected(rollout).cpu() for rollout in rollouts])
         if parts is None:
             return None
         return torch.cat(parts, 0)
 
-    def gather_states(self) -> dict[str, Any] | None:
-        """Return the states of all shards of the run in the first process, and None in the others.
+    def gather_states(self) -> dict[str, Any]:
+        """Return the states of all shards of the run in the first process, and nothing in the others.
 
         Raises:
             RankLostError: If another process has exited.
         """
-        states = self._group.gather([member.state_dict() for member in self.members])
-        if states is None:
-            return None
-        return {str(shard): state for shard, state in enumerate(states)}
+        gathered = self._group.gather(list(self.state_dict().items()))
+        if gathered is None:
+            return {}
+        return {"collector": dict(gathered)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the shards of this process."""
@@ -276,13 +354,22 @@ class Shards:
         Raises:
             StateMismatchError: If there is none for a shard.
         """
-        missing = [str(shard) for shard in self._group.local_shards if str(shard) not in states]
-        if missing:
-            raise StateMismatchError(f"the state has no shard {', '.join(missing)}")
-        for place, member in enumerate(self.members):
-            member.load_state_dict(states[str(self._first + place)])
+        names = list(map(str, self._group.local_shards))
+        for name in names:
+            if name not in states:
+                raise StateMismatchError(f"the state has no shard {name}")
+        for name, member in zip(names, self.members, strict=True):
+            member.load_state_dict(states[name])
 
     def shutdown(self) -> None:
         """End all threads that collect."""
         for member in self.members:
             member.collector.shutdown()
+
+
+def _as_collected(rollout: Any) -> Any:
+    """Return a rollout without what an update has written into it, as a TensorDict."""
+    collected = rollout.exclude(*SCRATCH_KEYS)
+    if hasattr(rollout, "minibatches"):
+        return collected.to_tensordict()
+    return collected

@@ -34,7 +34,9 @@ def stopping_on_signals(stop: Callable[[int], None], *, patience: int = 1) -> It
             signal.signal(number, before[signal.Signals(number)])
         name = signal.Signals(number).name
         if arrived[signal.Signals(number)] == 1:
-            again = "again" if patience == 1 else f"{patience} more times"
+            again = "again"
+            if patience > 1:
+                again = f"{patience} more times"
             logger.warning("%s: finishing this iteration; send it %s to stop immediately", name, again)
         stop(number)
 

@@ -18,11 +18,9 @@ from slipstream.checkpoint.state import TrainingState
 from slipstream.nav.env import NavigationEnv
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy
-from slipstream.rl.objective import SCRATCH_KEYS
 from slipstream.rl.ppo import PPO, Minibatches
 from slipstream.rollout.storage import RolloutStorage
 from slipstream.train.changes import Change
-from slipstream.train.episodes import EpisodeStats
 from slipstream.train.evaluation.flights import OnStep
 from slipstream.train.evaluation.jobs import Job, describe_conditions, run_jobs
 from slipstream.train.evaluation.pilots import policy_candidate
@@ -35,7 +33,7 @@ from slipstream.train.ranks import Ranks
 from slipstream.train.resuming import load_state, log_changes, read_checkpoint
 from slipstream.train.schedule import learning_rate_factor, teacher_coefficient
 from slipstream.train.settings import TrainSettings
-from slipstream.train.shards import Shards, make_collector, make_group, process_device
+from slipstream.train.shards import Shards, Undivided, make_group, process_device
 from slipstream.train.startup import numerics, require_memory, seed_everything
 from slipstream.train.stopping import stopping_on_signals
 from slipstream.train.teacher import planner_teacher
@@ -100,13 +98,13 @@ class Trainer:
         self.folder = folder
         self._on_iteration = on_iteration
         self._own_loggers = list(loggers)
-        device = self.ranks.together(lambda: process_device(settings))
-        self.ranks.together(lambda: require_memory(settings))
+        device = self.ranks.together(functools.partial(process_device, settings))
+        self.ranks.together(functools.partial(require_memory, settings))
         with self.ranks.threads():
             self._make_parts(device)
         self.counters = {"iteration": 0, "env_frames": 0}
         # Shards have their own generators, and the global ones depend on the process.
-        self.state = TrainingState(rng=self.group is None, **self._parts())
+        self.state = TrainingState(rng=self.group is None, ppo=self.ppo, **self.shards.parts, counters=self.counters)
         self.monitor = PerformanceMonitor()
         self.ranks.first(folder.claim)
         self.checkpoints = CheckpointManager(
@@ -117,35 +115,27 @@ class Trainer:
             compress=settings.compress_checkpoint,
         )
         self.checkpoints.guard(*self.ppo.optimizers().values())
-        self.rollouts, self.last_rollouts = self._make_storages()
+        self.rollouts: RolloutStorage | None = None
+        self.last_rollouts: RolloutStorage | None = None
+        if self.ranks.is_first:
+            self.rollouts, self.last_rollouts = _make_storages(settings, folder)
         self._loggers: list[Logger] = []
         self._saved = 0
         self._changes: list[Change] = []
 
     def _make_parts(self, device: torch.device) -> None:
-        """Create everything that learns and flies."""
+        """Create what learns and what flies."""
         settings = self.settings
-        self.shards: Shards | None = None
         seed_everything(settings.seed)
-        if self.group is None:
-            self.env = NavigationEnv(settings.navigation(), device)
         policy = NavRLPolicy(action_map=velocity_from_unit).to(device)
         teacher = planner_teacher(settings.navigation().lidar)
         self.ppo = PPO(policy, settings.ppo(), teacher=teacher, compile=settings.algo.compile, group=self.group)
+        self.shards: Shards | Undivided
         if self.group is None:
-            self.collector = make_collector(settings, self.env, policy)
-            self.episodes: EpisodeStats | Shards = EpisodeStats(settings.env.num_envs)
+            self.shards = Undivided(settings, NavigationEnv(settings.navigation(), device), policy)
         else:
             self.shards = Shards(settings, policy, self.group, device)
-            self.env = self.shards.members[0].env
-            self.collector = self.episodes = self.shards
-
-    def _parts(self) -> dict[str, Any]:
-        """Return what a checkpoint contains."""
-        parts = {"ppo": self.ppo, "collector": self.collector}
-        if self.shards is None:
-            parts["episodes"] = self.episodes
-        return {**parts, "counters": self.counters}
+        self.env = self.shards.env
 
     @property
     def iteration(self) -> int:
@@ -164,8 +154,8 @@ class Trainer:
             ConfigurationError: If the folder contains checkpoints and none was restored.
             WriteError: If the settings cannot be written.
         """
-        timer, settings = self.monitor.timer, self.settings
-        self.ranks.first(lambda: self.folder.require_restored(self.iteration))
+        settings = self.settings
+        self.ranks.first(functools.partial(self.folder.require_restored, self.iteration))
         if self.iteration >= settings.num_iterations:
             # Its files must not claim settings that nothing was trained with.
             if self.ranks.is_first:
@@ -174,32 +164,38 @@ class Trainer:
                 )
             return None
         self.ranks.first(self._forget_later)
-        # Launchers pass signals on to processes that may have got them already.
-        signals = stopping_on_signals(self.stop, patience=2 if self.ranks.are_many else 1)
-        with self.ranks.naming(self.folder.path), self.ranks.threads(), self._logging(), signals:
-            rollouts = iter(self.collector)
-            while self.iteration < settings.num_iterations and self.ranks.stopped() is None:
-                with timer("iteration"):
-                    with timer("rollout"):
-                        rollout = next(rollouts)
-                    self._follow_schedules()
-                    with timer("update"):
-                        losses = self._update(rollout)
-                    self.counters["iteration"] += 1
-                    self.counters["env_frames"] += settings.frames_per_iteration
-                    self.episodes.add(rollout)
-                    if self.shards is not None:
-                        self.ranks.take(self.shards.agree(self.ranks.flags()))
-                    with timer("evaluate"):
-                        scores = self._evaluate() if _is_due(self.iteration, settings.eval_interval) else {}
-                    with timer("log"):
-                        self.ranks.write(functools.partial(self._log, {**losses, **scores}))
-                    with timer("save"):
-                        self._save(rollout)
-            if self.iteration > self._saved:
-                self._save_checkpoint(rollout)
+        with self.ranks.naming(self.folder.path), self.ranks.threads():
+            with self._logging(), stopping_on_signals(self.stop, patience=self.ranks.patience):
+                self._train()
             self.ranks.first(self._flush)
         return self.ranks.stopped()
+
+    def _train(self) -> None:
+        """Do one iteration after another."""
+        timer = self.monitor.timer
+        settings = self.settings
+        rollouts = iter(self.shards)
+        while self.iteration < settings.num_iterations and self.ranks.stopped() is None:
+            with timer("iteration"):
+                with timer("rollout"):
+                    rollout = next(rollouts)
+                self._follow_schedules()
+                with timer("update"):
+                    losses = self._update(rollout)
+                self.counters["iteration"] += 1
+                self.counters["env_frames"] += settings.frames_per_iteration
+                self.shards.add(rollout)
+                self.ranks.take(self.shards.agree(self.ranks.flags()))
+                with timer("evaluate"):
+                    scores = {}
+                    if _is_due(self.iteration, settings.eval_interval):
+                        scores = self._evaluate()
+                with timer("log"):
+                    self.ranks.write(functools.partial(self._log, {**losses, **scores}))
+                with timer("save"):
+                    self._save(rollout)
+        if self.iteration > self._saved:
+            self._save_checkpoint(rollout)
 
     def restore(self) -> int:
         """Resume from the newest intact checkpoint of the run; returns its iteration.
@@ -212,7 +208,7 @@ class Trainer:
         """
         read = functools.partial(read_checkpoint, self.checkpoints, self.folder.path, self.settings)
         restored, self._changes = self.ranks.first(read)
-        self.ranks.together(lambda: load_state(self.state, restored, self.folder.path))
+        self.ranks.together(functools.partial(load_state, self.state, restored, self.folder.path))
         self._saved = self.iteration
         if self.ranks.is_first:
             log_changes(self._changes, restored.metrics, self.settings, self.iteration)
@@ -230,7 +226,7 @@ class Trainer:
         """Write what is queued, and release the folder and all threads."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.folder.release)
-            stack.callback(self.collector.shutdown)
+            stack.callback(self.shards.shutdown)
             for storage in self.storages():
                 stack.callback(storage.close)
             stack.callback(self.checkpoints.close)
@@ -261,11 +257,8 @@ class Trainer:
             def minibatches(batch: Any, generator: torch.Generator | None = None) -> Any:
                 return batch.minibatches(number, generator=generator)
 
-        staleness = 0
-        if self.settings.use_pipelined_collector:
-            staleness = self.collector.staleness()
-        generators = [] if self.shards is None else self.shards.generators()
-        return self.ppo.update(rollout, minibatches, staleness=staleness, generators=generators)
+        staleness = self.shards.staleness()
+        return self.ppo.update(rollout, minibatches, staleness=staleness, generators=self.shards.generators())
 
     def _follow_schedules(self) -> None:
         """Set the learning rates and the weight of the teacher for this iteration."""
@@ -307,7 +300,7 @@ class Trainer:
             "time": time.time(),
             "rollout_fps": self.settings.frames_per_iteration / spent,
             **values,
-            **self.episodes.means(),
+            **self.shards.means(),
             "schedule/learning_rate": self.ppo.optimizers()["actor"].param_groups[0]["lr"],
             "schedule/teacher_coefficient": self.ppo.teacher_coefficient,
             **{f"perf/{name}": value for name, value in self.monitor.report().items()},
@@ -315,8 +308,7 @@ class Trainer:
             **({f"rollouts/{n}": v for n, v in self.rollouts.get_stats().items()} if self.rollouts is not None else {}),
         }
         if self.settings.gpu_memory_limited:
-            packing = self.collector.get_stats() if self.shards is None else self.shards.packing()
-            metrics |= {f"memory/{name}": value for name, value in packing.items()}
+            metrics |= {f"memory/{name}": value for name, value in self.shards.packing().items()}
         for one in self._loggers:
             one.log(metrics, self.iteration)
         if self._on_iteration is not None:
@@ -341,32 +333,31 @@ class Trainer:
             self._save_checkpoint(rollout)
 
     def _save_rollout(self, rollout: Any, storage: RolloutStorage | None) -> None:
-        """Save a rollout as it was collected; the first process has the storage, and gets the parts of the others."""
-        whole = _plain(rollout) if self.shards is None else self.shards.whole_rollout([_plain(one) for one in rollout])
+        """Save a rollout as it was collected. Only the first process has a storage, but all have parts."""
+        whole = self.shards.whole_rollout(rollout)
         if storage is not None:
-            self.ranks.write(lambda: storage.save(whole, self.iteration, overwrite=True))
+            self.ranks.write(functools.partial(storage.save, whole, self.iteration, overwrite=True))
 
     def _save_checkpoint(self, rollout: Any) -> None:
         if self.settings.compress_lidar:
             self._save_rollout(rollout, self.last_rollouts)
         # Before the first episode ends there is nothing to choose the best by.
-        metrics: dict[str, Any] = {BEST_BY: None, **self.episodes.means(), **self.counters}
+        metrics: dict[str, Any] = {BEST_BY: None, **self.shards.means(), **self.counters}
         metrics["config"] = dataclasses.asdict(self.settings)
         metrics["numerics"] = numerics()
-        shards = None if self.shards is None else self.shards.gather_states()
-        self.ranks.write(lambda: self.checkpoints.save(self.iteration, self._state_dict(shards), metrics))
+        gathered = self.shards.gather_states()
+
+        def save() -> None:
+            state = {**self.state.state_dict(), **gathered}
+            self.checkpoints.save(self.iteration, state, metrics)
+
+        self.ranks.write(save)
         self._saved = self.iteration
 
     def _flush(self) -> None:
         """Wait until everything is on disk."""
         self.ranks.raise_failure()
         self.checkpoints.flush()
-
-    def _state_dict(self, shards: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the state of the run, in the first process."""
-        if shards is None:
-            return self.state.state_dict()
-        return {"ppo": self.ppo.state_dict(), "collector": shards, "counters": dict(self.counters)}
 
     @contextlib.contextmanager
     def _logging(self) -> Iterator[None]:
@@ -385,23 +376,17 @@ class Trainer:
         # Last: until here, something could still refuse the settings.
         self.folder.begin(self.settings, self.iteration, self._changes)
 
-    def _make_storages(self) -> tuple[RolloutStorage | None, RolloutStorage | None]:
-        """Return where rollouts go that are kept for themselves, and those that are kept beside checkpoints."""
-        settings, folder = self.settings, self.folder
-        kept = beside = None
-        if settings.rollout_save_interval and self.ranks.is_first:
-            kept = RolloutStorage(folder.rollouts, settings.save_compression_level, keep_last=settings.keep_rollouts)
-        if settings.compress_lidar and self.ranks.is_first:
-            level = settings.save_compression_level
-            beside = RolloutStorage(folder.checkpoints, level, keep_last=settings.keep_checkpoints)
-        return kept, beside
-
 
 def _is_due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
 
 
-def _plain(rollout: Any) -> Any:
-    """Return a rollout as it was collected, as a TensorDict."""
-    collected = rollout.exclude(*SCRATCH_KEYS)
-    return collected.to_tensordict() if hasattr(rollout, "minibatches") else collected
+def _make_storages(settings: TrainSettings, folder: RunFolder) -> tuple[RolloutStorage | None, RolloutStorage | None]:
+    """Return where rollouts go that are kept for themselves, and those that are kept beside checkpoints."""
+    level = settings.save_compression_level
+    kept = beside = None
+    if settings.rollout_save_interval:
+        kept = RolloutStorage(folder.rollouts, level, keep_last=settings.keep_rollouts)
+    if settings.compress_lidar:
+        beside = RolloutStorage(folder.checkpoints, level, keep_last=settings.keep_checkpoints)
+    return kept, beside
