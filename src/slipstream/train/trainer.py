@@ -154,7 +154,7 @@ class Trainer:
         Raises:
             ConfigurationError: If the folder contains checkpoints and none was restored.
             WriteError: If the settings cannot be written.
-        RankLostError: If another process has exited; says how to resume.
+            RankLostError: If another process has exited; says how to resume.
         """
         settings = self.settings
         self.ranks.first(functools.partial(self.folder.require_restored, self.iteration))
