@@ -29,7 +29,7 @@ preset=navrl (the default) is the original's training. Everything goes to runs/<
 
 resume=runs/<name> continues that run exactly where it was. Ctrl-C and SIGTERM save and stop, with exit code 130 or 143.
 
-dist.shards=4 devices=2 trains in two processes; one, two or four compute the same run, and any number of them resumes it.
+dist.shards=4 devices=2 trains in two processes. One, two or four compute the same run, and each of them can resume it.
 Under torchrun, leave devices out: torchrun --nproc-per-node=2 -m slipstream train dist.shards=4
 """
 

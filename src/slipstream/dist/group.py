@@ -261,6 +261,8 @@ class ShardGroup:
         except RuntimeError as error:
             # Torch has no exception for this: gloo raises RuntimeError, nccl a subclass of it.
             who = "another rank"
+            if partner is None and self.world == 2:
+                partner = 1 - self.rank
             if partner is not None:
                 who = f"rank {partner}"
             reason = str(error).partition("\n")[0]

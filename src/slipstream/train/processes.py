@@ -92,15 +92,13 @@ class Processes:
         """
         if torch_dist.is_initialized():
             torch_dist.destroy_process_group()
-        if not waits:
-            return
         patience = dt.timedelta(seconds=_PARTING_S)
         # The store may be gone already, with the process that held it.
         with contextlib.suppress(RuntimeError):
-            if self.rank > 0:
+            if self.rank > 0 and waits:
                 self.store.wait([f"{_LEFT} 0"], patience)
             self.store.set(f"{_LEFT} {self.rank}", "")
-            if self.rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            if self.rank == 0 and waits and "TORCHELASTIC_RUN_ID" not in os.environ:
                 # Without torchrun, the store is part of this process.
                 self.store.wait([f"{_LEFT} {rank}" for rank in range(1, self.world)], patience)
 

@@ -71,6 +71,7 @@ class Trainer:
         iteration: How many iterations are done.
         monitor: How long each part of an iteration takes.
         group: The shards of the run, and the processes that share them; None if it is not divided.
+        shards: What flies in this process.
 
     Raises:
         ConfigurationError: If the settings are invalid or need more memory than is free, or if another process trains
@@ -153,6 +154,7 @@ class Trainer:
         Raises:
             ConfigurationError: If the folder contains checkpoints and none was restored.
             WriteError: If the settings cannot be written.
+            RankLostError: If another process has exited; says how to resume.
         """
         settings = self.settings
         self.ranks.first(functools.partial(self.folder.require_restored, self.iteration))
