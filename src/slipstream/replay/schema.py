@@ -335,16 +335,20 @@ def describe(tensors: Mapping[Key, torch.Tensor], batch_dims: int, roles: Roles)
 
 def find_twins(leaves: Sequence[Leaf], block: Block) -> list[Leaf]:
     """Find the leaves under ``next`` that mostly repeat the root one step later, in a first block of data."""
-    by_key = {leaf.key: leaf for leaf in leaves}
-    twins = dict(by_key)
-    for leaf in leaves:
-        root = by_key.get(leaf.key[1:])
-        if leaf.key[0] != NEXT or root is None or RAW in (leaf.kind, root.kind):
+    twins = {leaf.key: leaf for leaf in leaves}
+    # From the root down: what is the `next` of one leaf has no row of its own, so it cannot be the frame of another.
+    for leaf in sorted(leaves, key=_depth):
+        root = twins.get(leaf.key[1:])
+        if leaf.key[0] != NEXT or root is None or RAW in (leaf.kind, root.kind) or root.kind == NEXT:
             continue
         if (root.dtype, root.shape) == (leaf.dtype, leaf.shape) and _follows(block[root.key], block[leaf.key]):
             twins[root.key] = replace(root, kind=FRAME)
             twins[leaf.key] = replace(leaf, kind=NEXT)
     return list(twins.values())
+
+
+def _depth(leaf: Leaf) -> int:
+    return len(leaf.key)
 
 
 def find_scaled(leaves: Iterable[Leaf], block: Block) -> set[Key]:
