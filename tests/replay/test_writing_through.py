@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
 
-from slipstream import EpisodeSliceSampler, EpisodeStore, PackedEpisodeStorage, ReplayError
+from slipstream import EpisodeSliceSampler, EpisodeStore, PackedEpisodeStorage, ReplayError, StateMismatchError
 from tests.replay.samples import assert_same, episode, rollout
 
 
@@ -134,6 +134,21 @@ def test_states_of_torchrls_storages_are_packed():
     ours = PackedEpisodeStorage(120)
     ours.load_state_dict(theirs.storage.state_dict())
     assert_same(theirs.storage.get(slice(None)), ours.get(slice(None)))
+
+
+@pytest.mark.parametrize("number", [torch.eye(120).to_sparse(), torch.empty(120, 2, device="meta"), torch.zeros(7)])
+def test_a_state_that_does_not_fit_leaves_what_was_there(number):
+    theirs, ours = pair()
+    before = ours.storage.get(slice(None))
+    cursor = ours.storage.state_dict()["plain"]["storage"]["last_cursor"]
+    state = theirs.storage.state_dict()
+    state["_storage"]["unfit"] = number
+    with pytest.raises((StateMismatchError, ReplayError)):
+        ours.storage.load_state_dict(state)
+    assert_same(ours.storage.get(slice(None)), before)
+    assert ours.storage.state_dict()["plain"]["storage"]["last_cursor"] == cursor
+    ours.extend(NEW[:10])
+    assert_same(ours.storage.get(slice(0, 10)), NEW[:10])
 
 
 def test_more_batch_axes_and_their_names_are_kept():
