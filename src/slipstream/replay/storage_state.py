@@ -127,15 +127,13 @@ def _kept_on_error(storage: TorchRLContract) -> Iterator[None]:
     if not storage.initialized:
         yield
         return
-    table, newest, cursor = storage.run_table, storage.newest, storage._last_cursor
-    layout, objects, ring, length = storage.layout, storage.objects, storage.ring, len(storage)
+    rest = (storage.layout, storage.objects, storage.ring, storage.run_table, storage.newest, len(storage))
     held = Steps(0, **storage.steps.settings())
     held.become(storage.steps)
     try:
         yield
     except BaseException:
-        storage.take_over(held, layout, objects, ring, table, newest, length)
-        storage._set_last_cursor(cursor)
+        storage.take_over(held, *rest)
         raise
 
 
