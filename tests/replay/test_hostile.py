@@ -234,6 +234,13 @@ def set_array(name, function):
     return change
 
 
+def put_over_another(values, arrays):
+    """Move a tensor to bytes of a row that belong to another one as well."""
+    for leaf in values["plain"]["schema"]["leaves"]:
+        if leaf["kind"] in ("frame", "next"):
+            leaf["start"] += 8
+
+
 STORAGE_LIES = {
     "slots": set_in(["num_slots"], 10**12),
     "streams": set_in(["storage", "streams"], [10**9]),
@@ -246,6 +253,7 @@ STORAGE_LIES = {
     "shape": set_in(["schema", "leaves", 0, "shape"], [10**12]),
     "shape below zero": set_in(["schema", "leaves", 1, "shape"], [-8]),
     "bytes of a row": set_in(["schema", "columns", 0, "row_bytes"], 10**12),
+    "one tensor over another": put_over_another,
     "no columns": set_in(["schema", "columns"], []),
     "dtype of pixels": set_in(["schema", "columns", 0], {"kind": "images", "dtype": "|O"}),
     "rows": set_array("rows/0", lambda rows: rows + 2**62),
@@ -283,8 +291,10 @@ def forge(folder, change):
 
 def test_a_forged_head_of_a_storage_is_an_error_of_one_sentence_in_little_memory(tmp_path):
     storage = PackedEpisodeStorage(100)
-    storage.set(range(90), steps(0, 90))
-    one_by_one(storage, 90, 5)
+    data = steps(0, 95).set("action", torch.ones(95, 2))
+    storage.set(range(90), data[:90])
+    for number in range(90, 95):
+        storage.set(number, data[number])
     storage.dumps(tmp_path / "good")
     for name, change in STORAGE_LIES.items():
         folder = tmp_path / name

@@ -257,8 +257,13 @@ class Schema:
     def check(self) -> None:
         """Raise `CorruptFileError` unless columns are as large as their leaves, and frames have what they led to."""
         for number, packer in enumerate(self.packers):
-            ends = [leaf.start + leaf.nbytes for leaf in self.of_column(number) if leaf.kind != NEXT]
-            if max(ends, default=-1) != packer.row_bytes:
+            leaves = [leaf for leaf in self.of_column(number) if leaf.kind != NEXT]
+            end = 0
+            for start, nbytes in sorted((leaf.start, leaf.nbytes) for leaf in leaves):
+                # Neither gaps nor leaves that lie over each other.
+                if start == end:
+                    end += nbytes
+            if not leaves or end != packer.row_bytes or sum(leaf.nbytes for leaf in leaves) != end:
                 raise CorruptFileError(f"invalid schema of a replay buffer (rows of {packer.row_bytes} bytes)")
         nexts = []
         for leaf in self.leaves.values():
