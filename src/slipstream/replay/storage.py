@@ -412,9 +412,14 @@ class PackedEpisodeStorage(TorchRLContract):
             is_linked: Whether changes of what it returns change the storage.
             is_live: Whether it shows the steps that are in the slots when it is read, not those that are there now.
         """
-        makers = self.makers(slots)
+        makers: dict[Key, Callable[[], Any]] = {}
         if is_live:
-            makers = {key: functools.partial(self.make_leaf, slots, key) for key in makers}
+            with self.steps.lock:
+                for key in [*self.steps.schema.leaves, *self.objects.keys]:
+                    makers[key] = functools.partial(self.make_leaf, slots, key)
+        else:
+            makers = self.makers(slots)
+        makers.pop(RAGGED, None)
         link = None
         if is_linked:
             link = Link(self, slots, is_whole=slots.size >= len(self))
@@ -425,7 +430,6 @@ class PackedEpisodeStorage(TorchRLContract):
         with self.steps.lock:
             found = self.steps.find(slots.reshape(-1))
             objects = self.objects.read(slots)
-        objects.pop(RAGGED, None)
         batch = torch.Size(slots.shape)
         makers: dict[Key, Callable[[], Any]] = {}
         for leaf in found.schema.leaves.values():

@@ -398,6 +398,9 @@ def _node(key: Key, batch_size: torch.Size, device: Any, link: Link | None) -> P
 
 def _is_node(value: Any) -> bool:
     """Return whether a value is a nested TensorDict; to tensordict, non-tensor data is one, too."""
+    # First, because tensordict takes a microsecond for each of many tensors.
+    if isinstance(value, (Late, torch.Tensor)):
+        return False
     return is_tensor_collection(value) and not is_non_tensor(value)
 
 
