@@ -1,7 +1,9 @@
 """Errors in the middle of a write, full disks, foreign files, forged heads, many threads, odd tensors."""
 
+import contextlib
 import copy
 import gc
+import itertools
 import os
 import resource
 import shutil
@@ -28,6 +30,7 @@ from slipstream import (
 from slipstream.replay.columns import Column
 from slipstream.store.container import Container
 from slipstream.store.writer import write_container
+from tests import interrupts
 from tests.replay.samples import assert_same, episode
 
 
@@ -112,6 +115,27 @@ def test_an_error_while_steps_are_packed_changes_nothing_and_holds_no_lock(monke
         assert not thread.is_alive()
         assert_same(storage.get(slice(None)), expected.get(slice(None)))
     assert num_raised == failing - 1 > 0
+
+
+def test_ctrl_c_on_the_way_into_or_out_of_a_block_holds_no_lock(monkeypatch):
+    monkeypatch.setattr(interrupts, "INTERRUPTED_FILES", {contextlib.__file__})
+    storage = PackedEpisodeStorage(300)
+    storage.set(range(100), steps(0, 100))
+    for point in itertools.count(1):
+        error = None
+        try:
+            with interrupts.interrupted_at(point):
+                one_by_one(storage, 100, 1)
+        except KeyboardInterrupt as caught:
+            error = caught
+        if error is None:
+            break
+        # The error is kept as a notebook keeps it, and with it everything that its traceback refers to.
+        thread = threading.Thread(target=fill, args=(storage,), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive(), error.__traceback__
+    assert point > 1
 
 
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
