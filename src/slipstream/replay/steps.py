@@ -187,18 +187,18 @@ class Steps:
     def unchanged_on_error(self) -> Iterator[None]:
         """Forget the leaves that were declared in the block if it raises before steps were written.
 
-        The open segment may have been packed by then, which changes no step.
+        The open segment may have been packed by then, which changes no step. The caller holds `writing`: if it were
+        taken here, Ctrl-C on the way in or out would leave it locked for as long as somebody keeps the traceback.
         """
-        with self.writing:
-            before = (self.schema, list(self._columns), dict(self._raw), self._opening)
-            num_writes = self._num_writes
-            try:
-                yield
-            except BaseException:
-                if self._num_writes == num_writes:
-                    with self.lock:
-                        self.schema, self._columns, self._raw, self._opening = before
-                raise
+        before = (self.schema, list(self._columns), dict(self._raw), self._opening)
+        num_writes = self._num_writes
+        try:
+            yield
+        except BaseException:
+            if self._num_writes == num_writes:
+                with self.lock:
+                    self.schema, self._columns, self._raw, self._opening = before
+            raise
 
     # Slots
 
