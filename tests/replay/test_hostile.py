@@ -5,11 +5,13 @@ import copy
 import gc
 import itertools
 import os
+import pickle
 import resource
 import shutil
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +28,8 @@ from slipstream import (
     ReplayError,
     SlipstreamError,
     StateMismatchError,
+    replay,
+    threads,
 )
 from slipstream.replay.columns import Column
 from slipstream.store.container import Container
@@ -136,6 +140,50 @@ def test_ctrl_c_on_the_way_into_or_out_of_a_block_holds_no_lock(monkeypatch):
         thread.join(60)
         assert not thread.is_alive(), error.__traceback__
     assert point > 1
+
+
+INTERRUPTED = {
+    "a short overwrite": (fill, lambda storage: storage.set(range(20, 25), steps(500, 5))),
+    "a long overwrite": (fill, lambda storage: storage.set(range(20, 60), steps(500, 40))),
+    "a step that packs those before it": (fill_slowly, lambda storage: storage.set(84, steps(84, 1)[0])),
+    "new steps": (fill, lambda storage: storage.set(range(100, 140), steps(100, 40))),
+    "forgetting": (fill, lambda storage: storage._empty()),
+}
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_ctrl_c_at_any_point_of_a_write_leaves_whole_steps(monkeypatch, name):
+    prepare, write = INTERRUPTED[name]
+    files = [str(file) for file in Path(replay.__path__[0]).glob("*.py")]
+    monkeypatch.setattr(interrupts, "INTERRUPTED_FILES", {*files, threads.__file__})
+    prepared = PackedEpisodeStorage(140)
+    prepare(prepared)
+    saved = pickle.dumps(prepared)
+    for point in itertools.count(1, 11):
+        storage = pickle.loads(saved)
+        try:
+            with interrupts.interrupted_at(point):
+                write(storage)
+        except KeyboardInterrupt:
+            require_whole_steps(storage)
+            write(storage)
+            require_whole_steps(storage)
+        else:
+            break
+    assert point > 50
+
+
+def require_whole_steps(storage):
+    if not len(storage):
+        return
+    found = storage.get(slice(None))
+    number = found["number"].float()
+    assert torch.equal(found["o"][:, 0], number)
+    following = found["next", "o"][:, 0]
+    # A slot that was written twice counts twice, as in a LazyTensorStorage, so there may be an empty one at the end.
+    is_empty = (number == 0) & (following == 0)
+    assert torch.equal(following[~is_empty], number[~is_empty] + 1)
+    assert is_empty.sum() <= 40
 
 
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])

@@ -238,7 +238,7 @@ def load_packed(storage: TorchRLContract, snapshot: Snapshot, layout: Layout, ob
         raise StateMismatchError(f"the state is not that of a packed storage ({error})") from error
     if len(lost):
         _lose(runs, lost)
-    with storage.steps.writing, storage.steps.lock:
+    with storage.steps.writing, storage.steps.changing:
         storage.take_over(steps, layout, objects, ring, runs, newest, length)
         storage._set_last_cursor(cursor)
     return lost
