@@ -233,7 +233,7 @@ def write_in_another_process(storage, queue):
     state = storage.state_dict()
     changes = (
         lambda: storage.set(range(10), rollout(1, 10)[0]),
-        lambda: storage._empty(),
+        storage._empty,
         lambda: storage.load_state_dict(state),
     )
     for change in changes:
