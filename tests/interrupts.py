@@ -4,6 +4,7 @@ import contextlib
 import dis
 import functools
 import itertools
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -42,7 +43,8 @@ def interrupted_at(point: int) -> Iterator[None]:
             if before.startswith(("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")):
                 passed += 1
                 if passed == point:
-                    raise KeyboardInterrupt
+                    # Which raises KeyboardInterrupt, unless the code has asked for something else.
+                    signal.raise_signal(signal.SIGINT)
         return trace
 
     before = sys.gettrace()

@@ -2,14 +2,17 @@
 
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from slipstream.threads import (
     Notifier,
+    Uninterrupted,
     background_threads,
     default_threads,
     parallel_each,
@@ -259,3 +262,54 @@ def test_a_function_that_raises_stop_iteration_is_an_error_and_not_the_end(threa
 
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(parallel_map(raise_stop_iteration, [1, 2, 3], threads))
+
+
+def test_what_changes_under_an_uninterrupted_lock_changes_completely():
+    tables = threading.RLock()
+    lock = Uninterrupted(tables)
+    inner = Uninterrupted(tables)
+    changes: list[list[str]] = [[]]
+
+    def change():
+        with lock:
+            changes[0].append("one")
+            with inner, lock:
+                changes[0].append("two")
+            changes[0].append("three")
+
+    num_points = 0
+    for _ in interruptions(change):
+        num_points += 1
+        assert changes[0] in ([], ["one", "two", "three"])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(tables.acquire, blocking=False).result()
+            # The thread that took it has to give it back, so another lock takes its place.
+        tables = threading.RLock()
+        lock, inner = Uninterrupted(tables), Uninterrupted(tables)
+        changes[0] = []
+    assert num_points > 20
+
+
+def test_an_uninterrupted_lock_works_in_every_thread_and_with_every_handler():
+    lock = Uninterrupted(threading.RLock())
+
+    def use():
+        with lock:
+            return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: use(), range(100)))
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        with lock:
+            signal.raise_signal(signal.SIGINT)
+            assert seen == []
+        assert seen == [signal.SIGINT]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with lock:
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import os
+import signal
 import threading
 import time
 import weakref
@@ -314,3 +315,49 @@ class Notifier:
 def _seconds_until(deadline: float) -> float:
     """Return a timeout that a lock accepts: it refuses negative and very large ones."""
     return min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+
+
+class Uninterrupted:
+    """A lock under which Ctrl-C waits: what changes under it changes completely.
+
+    Only Python's main thread is ever interrupted, so other threads just take the lock. The block should be short.
+
+    Args:
+        lock: What to take; it may be taken elsewhere, too.
+
+    Example:
+        >>> tables = threading.RLock()
+        >>> with Uninterrupted(tables):
+        ...     pass
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._depth = 0  # how often the main thread is inside
+        self._handler: Any = None
+        self._arrived: list[tuple[Any, ...]] = []
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            # A handler that is not a Python function ends the process, or does nothing.
+            if not self._depth and callable(signal.getsignal(signal.SIGINT)):
+                self._arrived.clear()
+                self._handler = signal.signal(signal.SIGINT, self._remember)
+            self._depth += 1
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._depth -= 1
+        handler = self._handler
+        if self._depth or handler is None:
+            return
+        self._handler = None
+        signal.signal(signal.SIGINT, handler)
+        if self._arrived:
+            handler(*self._arrived.pop())
+
+    def _remember(self, *arguments: Any) -> None:
+        self._arrived.append(arguments)

@@ -1,13 +1,17 @@
 """Errors in the middle of a write, full disks, foreign files, forged heads, many threads, odd tensors."""
 
+import contextlib
 import copy
 import gc
+import itertools
 import os
+import pickle
 import resource
 import shutil
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,10 +28,13 @@ from slipstream import (
     ReplayError,
     SlipstreamError,
     StateMismatchError,
+    replay,
+    threads,
 )
 from slipstream.replay.columns import Column
 from slipstream.store.container import Container
 from slipstream.store.writer import write_container
+from tests import interrupts
 from tests.replay.samples import assert_same, episode
 
 
@@ -112,6 +119,71 @@ def test_an_error_while_steps_are_packed_changes_nothing_and_holds_no_lock(monke
         assert not thread.is_alive()
         assert_same(storage.get(slice(None)), expected.get(slice(None)))
     assert num_raised == failing - 1 > 0
+
+
+def test_ctrl_c_on_the_way_into_or_out_of_a_block_holds_no_lock(monkeypatch):
+    monkeypatch.setattr(interrupts, "INTERRUPTED_FILES", {contextlib.__file__})
+    storage = PackedEpisodeStorage(300)
+    storage.set(range(100), steps(0, 100))
+    for point in itertools.count(1):
+        error = None
+        try:
+            with interrupts.interrupted_at(point):
+                one_by_one(storage, 100, 1)
+        except KeyboardInterrupt as caught:
+            error = caught
+        if error is None:
+            break
+        # The error is kept as a notebook keeps it, and with it everything that its traceback refers to.
+        thread = threading.Thread(target=fill, args=(storage,), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive(), error.__traceback__
+    assert point > 1
+
+
+INTERRUPTED = {
+    "a short overwrite": (fill, lambda storage: storage.set(range(20, 25), steps(500, 5))),
+    "a long overwrite": (fill, lambda storage: storage.set(range(20, 60), steps(500, 40))),
+    "a step that packs those before it": (fill_slowly, lambda storage: storage.set(84, steps(84, 1)[0])),
+    "new steps": (fill, lambda storage: storage.set(range(100, 140), steps(100, 40))),
+    "forgetting": (fill, lambda storage: storage._empty()),
+}
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_ctrl_c_at_any_point_of_a_write_leaves_whole_steps(monkeypatch, name):
+    prepare, write = INTERRUPTED[name]
+    files = [str(file) for file in Path(replay.__path__[0]).glob("*.py")]
+    monkeypatch.setattr(interrupts, "INTERRUPTED_FILES", {*files, threads.__file__})
+    prepared = PackedEpisodeStorage(140)
+    prepare(prepared)
+    saved = pickle.dumps(prepared)
+    for point in itertools.count(1, 11):
+        storage = pickle.loads(saved)
+        try:
+            with interrupts.interrupted_at(point):
+                write(storage)
+        except KeyboardInterrupt:
+            require_whole_steps(storage)
+            write(storage)
+            require_whole_steps(storage)
+        else:
+            break
+    assert point > 50
+
+
+def require_whole_steps(storage):
+    if not len(storage):
+        return
+    found = storage.get(slice(None))
+    number = found["number"].float()
+    assert torch.equal(found["o"][:, 0], number)
+    following = found["next", "o"][:, 0]
+    # A slot that was written twice counts twice, as in a LazyTensorStorage, so there may be an empty one at the end.
+    is_empty = (number == 0) & (following == 0)
+    assert torch.equal(following[~is_empty], number[~is_empty] + 1)
+    assert is_empty.sum() <= 40
 
 
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
@@ -234,6 +306,13 @@ def set_array(name, function):
     return change
 
 
+def put_over_another(values, arrays):
+    """Move a tensor to bytes of a row that belong to another one as well."""
+    for leaf in values["plain"]["schema"]["leaves"]:
+        if leaf["kind"] in ("frame", "next"):
+            leaf["start"] += 8
+
+
 STORAGE_LIES = {
     "slots": set_in(["num_slots"], 10**12),
     "streams": set_in(["storage", "streams"], [10**9]),
@@ -246,6 +325,7 @@ STORAGE_LIES = {
     "shape": set_in(["schema", "leaves", 0, "shape"], [10**12]),
     "shape below zero": set_in(["schema", "leaves", 1, "shape"], [-8]),
     "bytes of a row": set_in(["schema", "columns", 0, "row_bytes"], 10**12),
+    "one tensor over another": put_over_another,
     "no columns": set_in(["schema", "columns"], []),
     "dtype of pixels": set_in(["schema", "columns", 0], {"kind": "images", "dtype": "|O"}),
     "rows": set_array("rows/0", lambda rows: rows + 2**62),
@@ -283,8 +363,10 @@ def forge(folder, change):
 
 def test_a_forged_head_of_a_storage_is_an_error_of_one_sentence_in_little_memory(tmp_path):
     storage = PackedEpisodeStorage(100)
-    storage.set(range(90), steps(0, 90))
-    one_by_one(storage, 90, 5)
+    data = steps(0, 95).set("action", torch.ones(95, 2))
+    storage.set(range(90), data[:90])
+    for number in range(90, 95):
+        storage.set(number, data[number])
     storage.dumps(tmp_path / "good")
     for name, change in STORAGE_LIES.items():
         folder = tmp_path / name

@@ -345,6 +345,21 @@ def test_observations_under_next_are_kept_once():
     assert storage.get_stats()["num_frames"] == 1501 + 1000
 
 
+@pytest.mark.parametrize("deepest_first", [False, True])
+@pytest.mark.parametrize("at_once", [1, 40])
+def test_what_follows_what_follows_comes_back(at_once, deepest_first):
+    position = torch.arange(42.0)[:, None].expand(42, 9)
+    after = {"o": position[1:41], "next": {"o": position[2:]}}
+    steps = {"o": position[:40], "next": after}
+    if deepest_first:
+        steps = {"next": {"next": after["next"], "o": after["o"]}, "o": position[:40]}
+    steps = TensorDict(steps, batch_size=[40])
+    storage = PackedEpisodeStorage(40)
+    for first in range(0, 40, at_once):
+        storage.set(range(first, first + at_once), steps[first : first + at_once])
+    assert_same(storage.get(slice(None)), steps)
+
+
 def test_memory_stays_the_same_when_the_ring_goes_round():
     storage = PackedEpisodeStorage(2000)
     ring = ReplayBuffer(storage=storage, batch_size=4)

@@ -223,7 +223,7 @@ def test_nested_tensorclasses_with_text_come_back(copied):
     storage.set(range(6), records(6))
     if copied:
         storage = pickle.loads(pickle.dumps(storage))
-    for back in (storage.get(slice(2, 5)), storage[2:5]):
+    for back in (storage.get(slice(2, 5)), storage[2:5], storage[1:][1:4], storage[:].split([2, 3, 1])[1]):
         assert type(back) is Record
         assert type(back.inner) is Inner
         assert back.inner.velocity.tolist() == [-2, -3, -4]

@@ -1,17 +1,21 @@
 """Writes that reach the storage, keys that come later, other processes: next to `LazyTensorStorage`."""
 
+import copy
 import multiprocessing
 import os
+import pickle
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
+from torchrl.envs.transforms import RewardScaling
 
-from slipstream import EpisodeSliceSampler, EpisodeStore, PackedEpisodeStorage, ReplayError
+from slipstream import EpisodeSliceSampler, EpisodeStore, PackedEpisodeStorage, ReplayError, StateMismatchError
 from tests.replay.samples import assert_same, episode, rollout
 
 
@@ -38,6 +42,17 @@ WRITES = {
     "zero": lambda rb: rb.storage[:]["next"].zero_(),
     "steps": lambda rb: rb[:].__setitem__(slice(3, 8), NEW[:5]),
     "one step": lambda rb: rb.set_at_("action", torch.ones(2), 3),
+    "some keys": lambda rb: rb[:].select("action", "next").fill_("action", 4.0),
+    "all but some keys": lambda rb: rb[:].exclude("time")["next"].fill_("reward", 4.0),
+    "joined keys": lambda rb: rb[:].flatten_keys(".").fill_("next.reward", 4.0),
+    "steps of a nested tensordict": lambda rb: rb[:]["next"][3:9].fill_("reward", 4.0),
+    "step by step": lambda rb: [step.fill_("action", i) for i, step in enumerate(rb[:].unbind(0))],
+    "parts": lambda rb: [part.fill_("action", i) for i, part in enumerate(rb[5:50].split(7))],
+    "two axes": lambda rb: rb[:].view(12, 10)[2:4, 3].fill_("action", 4.0),
+    "one more axis": lambda rb: rb[3:9].unsqueeze(1).squeeze(1).fill_("action", 4.0),
+    "exchanged axes": lambda rb: rb[:].view(12, 10).permute(1, 0)[3].set_("action", torch.ones(12, 2)),
+    "arithmetic": lambda rb: rb[3:9].select("action", ("next", "reward")).mul_(2),
+    "a mask": lambda rb: rb[:].masked_fill_(torch.arange(120) % 7 == 0, 0),
 }
 
 
@@ -47,6 +62,44 @@ def test_what_a_lazy_tensor_storage_honours_is_honoured(name):
     for buffer in (theirs, ours):
         WRITES[name](buffer)
     assert_same(theirs.storage.get(slice(None)), ours.storage.get(slice(None)))
+
+
+@pytest.mark.parametrize("arrange", [lambda view: view.clone(), lambda view: view + 0, lambda view: view[[3, 4]]])
+def test_what_is_no_view_does_not_write(arrange):
+    _, ours = pair()
+    before = ours.storage.get(slice(None))
+    arrange(ours[:].select("action")).fill_("action", 4.0)
+    assert_same(ours.storage.get(slice(None)), before)
+
+
+def test_parts_of_a_view_have_what_was_changed_in_it():
+    _, ours = pair()
+    ours.append_transform(RewardScaling(0.0, 10.0, in_keys=[("next", "reward")]))
+    view = ours[:]
+    view["new"] = torch.arange(120)
+    assert torch.equal(view["next", "reward"], ours.storage["next", "reward"] * 10)
+    parts: list[Any] = [
+        view[3:9],
+        view[torch.arange(3, 9)],
+        view.split([3, 6, 111])[1],
+        torch.stack(view.unbind(0)[3:9]),
+    ]
+    for part in parts:
+        assert torch.equal(part["next", "reward"], view["next", "reward"][3:9])
+        assert torch.equal(part["new"], torch.arange(3, 9))
+        assert torch.equal(part["action"], view["action"][3:9])
+
+
+def test_a_copy_of_a_view_has_its_steps_and_not_the_storage(tmp_path):
+    _, ours = pair()
+    view = ours[3:5]
+    view.memmap(tmp_path)
+    copies = [copy.deepcopy(view), pickle.loads(pickle.dumps(view)), TensorDict.load_memmap(tmp_path)]
+    for other in copies:
+        assert_same(other, view.clone())
+    copies[0].fill_("action", 4.0)
+    assert not bool((ours.storage["action"] == 4).any())
+    assert len(pickle.dumps(view)) < 2 * len(pickle.dumps(view.to_tensordict()))
 
 
 def test_steps_of_some_environments_may_be_assigned():
@@ -136,6 +189,21 @@ def test_states_of_torchrls_storages_are_packed():
     assert_same(theirs.storage.get(slice(None)), ours.get(slice(None)))
 
 
+@pytest.mark.parametrize("number", [torch.eye(120).to_sparse(), torch.empty(120, 2, device="meta"), torch.zeros(7)])
+def test_a_state_that_does_not_fit_leaves_what_was_there(number):
+    theirs, ours = pair()
+    before = ours.storage.get(slice(None))
+    cursor = ours.storage.state_dict()["plain"]["storage"]["last_cursor"]
+    state = theirs.storage.state_dict()
+    state["_storage"]["unfit"] = number
+    with pytest.raises((StateMismatchError, ReplayError)):
+        ours.storage.load_state_dict(state)
+    assert_same(ours.storage.get(slice(None)), before)
+    assert ours.storage.state_dict()["plain"]["storage"]["last_cursor"] == cursor
+    ours.extend(NEW[:10])
+    assert_same(ours.storage.get(slice(0, 10)), NEW[:10])
+
+
 def test_more_batch_axes_and_their_names_are_kept():
     data = TensorDict({"o": torch.randn(40, 3, 2)}, batch_size=[40, 3], names=["time", "agent"])
     storage = PackedEpisodeStorage(50)
@@ -162,11 +230,18 @@ def test_steps_that_were_not_written_one_after_another_are_not_joined():
 
 
 def write_in_another_process(storage, queue):
-    try:
-        storage.set(range(10), rollout(1, 10)[0])
-        queue.put("written")
-    except ReplayError as error:
-        queue.put(str(error))
+    state = storage.state_dict()
+    changes = (
+        lambda: storage.set(range(10), rollout(1, 10)[0]),
+        storage._empty,
+        lambda: storage.load_state_dict(state),
+    )
+    for change in changes:
+        try:
+            change()
+            queue.put("written")
+        except ReplayError as error:
+            queue.put(str(error))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -177,7 +252,8 @@ def test_writing_to_a_copy_in_another_process_is_an_error(method):
     queue = context.SimpleQueue()
     process = context.Process(target=write_in_another_process, args=(storage, queue))
     process.start()
-    assert "a copy in another process" in queue.get()
+    for _ in range(3):
+        assert "a copy in another process" in queue.get()
     process.join()
 
 

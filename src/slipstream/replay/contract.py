@@ -154,7 +154,8 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
 
     @untraced
     def _empty(self) -> None:
-        with self.steps.writing, self.steps.lock:
+        self.check_process()
+        with self.steps.writing, self.steps.changing:
             self._forget()
         self.note_mutation()
 
@@ -279,7 +280,9 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
 
         Raises:
             StateMismatchError: If it is of another size or number of axes, or not a state of a storage.
+            ReplayError: If this is a copy in another process.
         """
+        self.check_process()
         load_state(self, state_dict)
 
     def check_process(self) -> None:

@@ -160,7 +160,7 @@ class EpisodeStore:
                     self._settle(arrays, self._frame_names)
                 growth = episode.plan(arrays, self._frames_of_schema(), self._steps)
                 self._check_open(episode, growth)
-            with self._steps.lock:
+            with self._steps.changing:
                 episode.commit(growth, self._steps)
                 self._open[stream] = episode
                 self._evict()
@@ -199,7 +199,7 @@ class EpisodeStore:
             packed = self._steps.pack_run(step_block(arrays, frames, num_steps), num_steps)
             self._check_bytes(episode, packed)
         total = episode.num_packed + num_steps
-        with self._steps.lock:
+        with self._steps.changing:
             rows = [np.concatenate(parts) for parts in zip(*episode.rows, self._steps.append_run(packed), strict=True)]
             first = self._first_slot + self._lengths.total
             self._steps.make_room(self._first_slot, first + total)
@@ -214,7 +214,7 @@ class EpisodeStore:
 
     def discard(self, stream: int = 0) -> int:
         """Forget the unfinished episode of a stream; returns how many rows it had."""
-        with self._steps.writing, self._steps.lock:
+        with self._steps.writing, self._steps.changing:
             episode = self._open.pop(stream, None)
             if episode is None:
                 return 0
@@ -223,7 +223,7 @@ class EpisodeStore:
 
     def clear(self) -> None:
         """Forget every episode, finished or not; what the fields are stays known."""
-        with self._steps.writing, self._steps.lock:
+        with self._steps.writing, self._steps.changing:
             while len(self._lengths):
                 self._evict_oldest()
             for stream in list(self._open):
@@ -505,7 +505,7 @@ class EpisodeStore:
         steps.keep_only(kept)
         left = PrefixSum()
         left.extend(content.lengths[~is_lost])
-        with self._steps.lock:
+        with self._steps.changing:
             self._steps.become(steps)
             self.generator = generator
             self._lengths = left

@@ -257,8 +257,13 @@ class Schema:
     def check(self) -> None:
         """Raise `CorruptFileError` unless columns are as large as their leaves, and frames have what they led to."""
         for number, packer in enumerate(self.packers):
-            ends = [leaf.start + leaf.nbytes for leaf in self.of_column(number) if leaf.kind != NEXT]
-            if max(ends, default=-1) != packer.row_bytes:
+            leaves = [leaf for leaf in self.of_column(number) if leaf.kind != NEXT]
+            end = 0
+            for start, nbytes in sorted((leaf.start, leaf.nbytes) for leaf in leaves):
+                # Neither gaps nor leaves that lie over each other.
+                if start == end:
+                    end += nbytes
+            if not leaves or end != packer.row_bytes or sum(leaf.nbytes for leaf in leaves) != end:
                 raise CorruptFileError(f"invalid schema of a replay buffer (rows of {packer.row_bytes} bytes)")
         nexts = []
         for leaf in self.leaves.values():
@@ -335,16 +340,20 @@ def describe(tensors: Mapping[Key, torch.Tensor], batch_dims: int, roles: Roles)
 
 def find_twins(leaves: Sequence[Leaf], block: Block) -> list[Leaf]:
     """Find the leaves under ``next`` that mostly repeat the root one step later, in a first block of data."""
-    by_key = {leaf.key: leaf for leaf in leaves}
-    twins = dict(by_key)
-    for leaf in leaves:
-        root = by_key.get(leaf.key[1:])
-        if leaf.key[0] != NEXT or root is None or RAW in (leaf.kind, root.kind):
+    twins = {leaf.key: leaf for leaf in leaves}
+    # From the root down: what is the `next` of one leaf has no row of its own, so it cannot be the frame of another.
+    for leaf in sorted(leaves, key=_depth):
+        root = twins.get(leaf.key[1:])
+        if leaf.key[0] != NEXT or root is None or RAW in (leaf.kind, root.kind) or root.kind == NEXT:
             continue
         if (root.dtype, root.shape) == (leaf.dtype, leaf.shape) and _follows(block[root.key], block[leaf.key]):
             twins[root.key] = replace(root, kind=FRAME)
             twins[leaf.key] = replace(leaf, kind=NEXT)
     return list(twins.values())
+
+
+def _depth(leaf: Leaf) -> int:
+    return len(leaf.key)
 
 
 def find_scaled(leaves: Iterable[Leaf], block: Block) -> set[Key]:

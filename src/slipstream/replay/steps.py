@@ -25,6 +25,7 @@ from slipstream.replay.columns import ENOUGH_STEPS, NONE, OPEN, Column, FoundRow
 from slipstream.replay.log import RowLog, Segment, UnitCache
 from slipstream.replay.roles import Key
 from slipstream.replay.schema import RAW, Block, Leaf, Packing, Schema, find_scaled, find_twins
+from slipstream.threads import Uninterrupted
 
 _LEAST_SLOTS = 64
 _BLOCK_STEPS = 64
@@ -99,6 +100,7 @@ class Steps:
     def renew_locks(self) -> None:
         """Make new locks: threads of the parent may hold the old ones for ever in a forked child."""
         self.lock = threading.RLock()
+        self.changing = Uninterrupted(self.lock)
         self.writing = threading.RLock()
         self.saving = threading.Lock()
         self.cache.renew_lock()
@@ -109,7 +111,7 @@ class Steps:
 
     def reset(self, num_slots: int, num_streams: int = 1) -> None:
         """Forget everything, and what a step is made of."""
-        with self.writing, self.lock:
+        with self.writing, self.changing:
             self.num_slots = num_slots
             self.num_streams = num_streams
             self.schema = Schema()
@@ -174,7 +176,7 @@ class Steps:
         if block is not None:
             leaves = find_twins(leaves, block)
             scaled = find_scaled(leaves, block)
-        with self.lock:
+        with self.changing:
             raw = dict(self._raw)
             self.schema = Schema()
             self._settle_with(leaves, scaled)
@@ -187,18 +189,18 @@ class Steps:
     def unchanged_on_error(self) -> Iterator[None]:
         """Forget the leaves that were declared in the block if it raises before steps were written.
 
-        The open segment may have been packed by then, which changes no step.
+        The open segment may have been packed by then, which changes no step. The caller holds `writing`: if it were
+        taken here, Ctrl-C on the way in or out would leave it locked for as long as somebody keeps the traceback.
         """
-        with self.writing:
-            before = (self.schema, list(self._columns), dict(self._raw), self._opening)
-            num_writes = self._num_writes
-            try:
-                yield
-            except BaseException:
-                if self._num_writes == num_writes:
-                    with self.lock:
-                        self.schema, self._columns, self._raw, self._opening = before
-                raise
+        before = (self.schema, list(self._columns), dict(self._raw), self._opening)
+        num_writes = self._num_writes
+        try:
+            yield
+        except BaseException:
+            if self._num_writes == num_writes:
+                with self.changing:
+                    self.schema, self._columns, self._raw, self._opening = before
+            raise
 
     # Slots
 
@@ -223,7 +225,7 @@ class Steps:
 
     def keep_only(self, slots: Slots) -> None:
         """Renumber slots: the first of `slots` becomes slot 0, and so on; all others are forgotten."""
-        with self.writing, self.lock:
+        with self.writing, self.changing:
             index = slots - self._base
             others = np.setdiff1d(np.arange(self.num_slots), index)
             for column in self._columns:
@@ -262,7 +264,7 @@ class Steps:
                     self._pack_open(column)
                 if len(slots) >= ENOUGH_STEPS:
                     packed += self._pack(column, steps, slots)
-            with self.lock:
+            with self.changing:
                 for column, part, units in packed:
                     self._show(column, part, units)
                 if not packed:
@@ -337,7 +339,7 @@ class Steps:
             return
         values, slots = column.open_steps()
         packed = column.pack(values)
-        with self.lock:
+        with self.changing:
             index = slots - self._base
             is_shown = column.still_open(slots, index)
             start = 0
@@ -364,7 +366,7 @@ class Steps:
             with self.lock:
                 found = column.find(part)
             packed = column.pack({leaf.key: found.array(leaf)[None] for leaf in column.leaves})
-            with self.lock:
+            with self.changing:
                 start = column.log.append(packed.units, len(part))
                 column.show(part, start + packed.position[0])
 
@@ -517,7 +519,7 @@ class Steps:
 
     def become(self, other: Steps) -> None:
         """Take over everything that another object holds, which must not be used any more."""
-        with self.writing, self.lock:
+        with self.writing, self.changing:
             self.num_slots = other.num_slots
             self.num_streams = other.num_streams
             self.schema = other.schema

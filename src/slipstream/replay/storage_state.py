@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from slipstream.replay.moments import writer_beside
 from slipstream.replay.objects import Objects
 from slipstream.replay.runs import UNUSED, Runs
 from slipstream.replay.saving import MALFORMED, Belongs, Saved, from_state, load, reading, save, to_state
-from slipstream.replay.steps import Snapshot
+from slipstream.replay.steps import Snapshot, Steps
 
 if TYPE_CHECKING:
     from slipstream.replay.contract import TorchRLContract
@@ -83,7 +84,7 @@ def load_state(storage: TorchRLContract, state: Mapping[str, Any]) -> None:
     if "_storage" in state:
         try:
             _load_torchrl(storage, state)
-        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             if isinstance(error, SlipstreamError):
                 raise
             raise StateMismatchError(f"the state is not that of a storage of tensors ({error})") from error
@@ -113,10 +114,27 @@ def _load_torchrl(storage: TorchRLContract, state: Mapping[str, Any]) -> None:
         num_times = -(-num_steps // max(1, math.prod(streams)))
         if isinstance(stored, list):
             num_times = num_steps
-        if num_times > RingShape.of(storage.capacity, streams).num_times:
+        if not 0 < num_times <= RingShape.of(storage.capacity, streams).num_times:
             raise StateMismatchError(f"the state has {num_steps} steps, the storage has room for {storage.capacity}")
-        storage._empty()
-        storage.set(range(num_times), content[:num_times])
+        with _kept_on_error(storage):
+            storage._empty()
+            storage.set(range(num_times), content[:num_times])
+
+
+@contextlib.contextmanager
+def _kept_on_error(storage: TorchRLContract) -> Iterator[None]:
+    """Give a storage back what it held before the block if that raises."""
+    if not storage.initialized:
+        yield
+        return
+    rest = (storage.layout, storage.objects, storage.ring, storage.run_table, storage.newest, len(storage))
+    held = Steps(0, **storage.steps.settings())
+    held.become(storage.steps)
+    try:
+        yield
+    except BaseException:
+        storage.take_over(held, *rest)
+        raise
 
 
 def _content_of(state: Any, batch_dims: int) -> Any:
@@ -220,7 +238,7 @@ def load_packed(storage: TorchRLContract, snapshot: Snapshot, layout: Layout, ob
         raise StateMismatchError(f"the state is not that of a packed storage ({error})") from error
     if len(lost):
         _lose(runs, lost)
-    with storage.steps.writing, storage.steps.lock:
+    with storage.steps.writing, storage.steps.changing:
         storage.take_over(steps, layout, objects, ring, runs, newest, length)
         storage._set_last_cursor(cursor)
     return lost

@@ -7,165 +7,84 @@ ordinary one: changing it in place changes neither the view's storage nor is it 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, is_tensorclass
 
 from slipstream.errors import ReplayError
 from slipstream.replay.batch import Layout
 from slipstream.replay.indexing import is_view, plain_index
+from slipstream.replay.late import Late, LateDict, Link, Slots, Source
 from slipstream.replay.roles import Key
 
-Slots = NDArray[np.int64]
-
-
-class Source(Protocol):
-    """What a view needs of its storage."""
-
-    device: Any
-
-    def write_leaves(self, slots: Slots, values: Mapping[Key, Any]) -> None:
-        """Change some leaves of the steps in slots."""
-
-    def make_leaf(self, slots: Slots, key: Key) -> Any:
-        """Decode one tensor of the steps in slots, or return their non-tensor data."""
-
-    def view(self, slots: Slots, *, is_linked: bool) -> Any:
-        """Return a view of the steps in slots."""
-
-
-class _LateDict(dict[str, Any]):
-    """A dict of functions that reads like one of what they return."""
-
-    def _now(self, key: str) -> Any:
-        value = dict.__getitem__(self, key)
-        if isinstance(value, _Late):
-            value = value.make()
-            dict.__setitem__(self, key, value)
-        return value
-
-    def __getitem__(self, key: str) -> Any:
-        return self._now(key)
-
-    def __iter__(self) -> Iterator[str]:
-        # Without this method, copying a dict would copy the functions.
-        return dict.__iter__(self)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._now(key) if key in self else default
-
-    def pop(self, key: str, *default: Any) -> Any:
-        if key in self:
-            self._now(key)
-        return dict.pop(self, key, *default)
-
-    def values(self) -> Any:
-        return [self._now(key) for key in self]
-
-    def items(self) -> Any:
-        return [(key, self._now(key)) for key in self]
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self.items())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (self.copy(),)
-
-
-class _Late:
-    """A function that will make a tensor or non-tensor data."""
-
-    __slots__ = ("make",)
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.make = make
-
-
-class Link:
-    """Where a view comes from, and what it has written but not passed on yet.
-
-    Args:
-        source: The storage.
-        slots: The slots of the steps.
-        is_whole: Whether these are all steps of the storage.
-    """
-
-    def __init__(self, source: Source, slots: Slots, *, is_whole: bool) -> None:
-        self.source = source
-        self.slots = slots
-        self.is_whole = is_whole
-        self._pending: list[tuple[Slots, Key, Any]] | None = None
-
-    def write(self, key: Key, slots: Slots, value: Any) -> None:
-        """Change a leaf in the storage; inside of `together`, at its end."""
-        if self._pending is None:
-            self.source.write_leaves(slots, {key: value})
-        else:
-            self._pending.append((slots, key, value))
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Pass on all writes of a block at once: leaves that are packed together are decoded once."""
-        if self._pending is not None:
-            yield
-            return
-        self._pending = []
-        try:
-            yield
-            pending = self._pending
-        finally:
-            self._pending = None
-        # Leaves of the same steps together; those are next to each other.
-        while pending:
-            slots = pending[0][0]
-            values: dict[Key, Any] = {}
-            while pending and np.array_equal(pending[0][0], slots):
-                _, key, value = pending.pop(0)
-                values[key] = value
-            self.source.write_leaves(slots, values)
+# Methods whose results are views, or that only move tensors to other keys.
+_ARRANGE = (
+    "chunk",
+    "exclude",
+    "expand",
+    "flatten",
+    "flatten_keys",
+    "permute",
+    "reshape",
+    "select",
+    "split",
+    "squeeze",
+    "transpose",
+    "unbind",
+    "unflatten",
+    "unflatten_keys",
+    "unsqueeze",
+    "view",
+)
 
 
 class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
     """Steps of a packed storage, decoded when they are asked for, each tensor once.
 
     An ordinary TensorDict otherwise. If it was made with a number or a slice, operations in place and assignments of
-    steps write to the storage, as they do with a ``LazyTensorStorage``. ``set`` replaces a tensor here and not in the
-    storage, and so does ``view[key] = tensor`` unless the view is of all steps: transforms use both.
+    steps write to the storage, as they do with a ``LazyTensorStorage``, and so they do through views of it. ``set``
+    replaces a tensor here and not in the storage, and so does ``view[key] = tensor`` unless the view is of all steps:
+    transforms use both.
     """
 
-    _link: Link | None = None
-    _above: Key = ()
+    link: Link | None = None
+    above: Key = ()
+    # The key in the storage of each tensor that has not been replaced here.
+    paths: dict[str, Key] = {}  # noqa: RUF012 - each node has its own
 
     def _set_str(self, key: Any, value: Any, *, inplace: Any, validated: bool, **options: Any) -> Any:
-        link = self._link
-        if link is None or inplace is False or key not in self._tensordict:
+        link = self.link
+        inner: Any = dict.get(self._tensordict, key)
+        is_node = _is_node(inner)
+        if inplace is False:
+            self.paths.pop(key, None)
+        if link is None or inplace is False or not (is_node or key in self.paths):
             return super()._set_str(key, value, inplace=inplace, validated=validated, **options)
         if not validated:
             value = self._validate_value(value, check_shape=True, non_blocking=False)
-        inner = dict.__getitem__(self._tensordict, key)
-        if _is_node(inner):
+        if is_node:
             inner.update_(value)
             return self
-        link.write((*self._above, key), link.slots, value)
+        link.write(self.paths[key], link.slots, value)
         self._refresh(key, link)
         return self
 
     def _set_at_str(self, key: Any, value: Any, idx: Any, *, validated: bool, non_blocking: bool) -> Any:
-        link = self._link
-        if link is None or key not in self._tensordict:
-            return super()._set_at_str(key, value, idx, validated=validated, non_blocking=non_blocking)
-        inner = dict.__getitem__(self._tensordict, key)
-        if _is_node(inner):
+        link = self.link
+        inner: Any = dict.get(self._tensordict, key)
+        if link is not None and _is_node(inner):
             with link.together():
                 inner[idx] = value
             return self
+        if link is None or key not in self.paths:
+            return super()._set_at_str(key, value, idx, validated=validated, non_blocking=non_blocking)
         slots = _slots_at(link.slots, idx)
-        path = (*self._above, key)
+        path = self.paths[key]
         if slots is not None:
             link.write(path, slots, value)
         else:
@@ -176,18 +95,39 @@ class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
         self._refresh(key, link)
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy elsewhere is one of these steps, not of the whole storage.
+        return _unchanged, (self.to_tensordict(),)
+
+    def _memmap_(self, *, inplace: bool, **options: Any) -> Any:
+        written: TensorDict = self
+        if not inplace:
+            # Files name the class of a TensorDict, and tensordict reads only its own.
+            written = self.to_tensordict()
+        return TensorDict._memmap_(written, inplace=inplace, **options)
+
+    def start(self, above: Key, link: Link | None) -> None:
+        """Become empty, with a place in the storage."""
+        self._tensordict = LateDict()
+        self.__dict__.update(above=above, link=link, paths={})
+
+    def show(self, name: str, path: Key, make: Callable[[], Any]) -> None:
+        """Show a tensor of the storage, which `make` decodes."""
+        self.paths[name] = path
+        self.put(name, Late(make))
+
+    def put(self, name: str, value: Any) -> None:
+        """Hold a value as it is."""
+        dict.__setitem__(self._tensordict, name, value)
+
     def _refresh(self, key: str, link: Link) -> None:
         """Decode a leaf again when it is asked for the next time."""
-        path = (*self._above, key)
-
-        def make() -> Any:
-            return link.source.make_leaf(link.slots, path)
-
-        dict.__setitem__(self._tensordict, key, _Late(make))
+        make = functools.partial(link.source.make_leaf, link.slots, self.paths[key])
+        self.put(key, Late(make))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Change a tensor, or some steps, here and in the storage."""
-        link = self._link
+        link = self.link
         if link is None:
             super().__setitem__(index, value)
             return
@@ -203,7 +143,7 @@ class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
             raise ReplayError(f"{'/'.join(key)!r} is not in the storage; add its tensors one by one")
         else:
             super().__setitem__(index, value)
-            link.write((*self._above, *key), link.slots, value)
+            link.write((*self.above, *key), link.slots, value)
 
     def _set_steps(self, index: Any, value: Any) -> None:
         """Change all leaves of some steps, and add those that are new."""
@@ -217,17 +157,13 @@ class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
 
     def __getitem__(self, index: Any) -> Any:
         """Return a tensor, or some steps: a view of them for numbers and slices."""
-        link = self._link
-        if link is None or self._above or _as_key(index) is not None:
+        if self.link is None or _as_key(index) is not None:
             return super().__getitem__(index)
-        slots = _slots_at(link.slots, index)
-        if slots is None:
-            return super().__getitem__(index)
-        return link.source.view(slots, is_linked=is_view(index))
+        return self.arranged(TensorDict.__getitem__, index, is_linked=is_view(index))
 
     def update_(self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None, **options: Any) -> Any:
         """Change several tensors, here and in the storage."""
-        link = self._link
+        link = self.link
         if link is None:
             return super().update_(input_dict_or_td, clone, keys_to_update=keys_to_update, **options)
         wanted = None
@@ -240,35 +176,182 @@ class PackedRows(TensorDict):  # type: ignore[misc, unused-ignore]
                     self._set_tuple(key, value, inplace=True, validated=False, non_blocking=False)
         return self
 
-    def transpose(self, dim0: int, dim1: int) -> Any:
-        """Exchange two axes; a view of the storage stays one."""
-        link = self._link
-        is_of_steps = (
-            link is not None and not self._above and max(dim0, dim1) < link.slots.ndim and min(dim0, dim1) >= 0
-        )
-        if link is None or not is_of_steps:
-            return super().transpose(dim0, dim1)
-        return link.source.view(link.slots.swapaxes(dim0, dim1), is_linked=True)
+    def arranged(self, method: Callable[..., Any], *args: Any, is_linked: bool = True, **options: Any) -> Any:
+        """Call a method of TensorDict that arranges steps or keys in another way; returns views of the storage.
 
-    def zero_(self) -> Any:
-        """Set all tensors to zero, here and in the storage."""
-        if self._link is None:
-            return super().zero_()
-        with self._link.together():
-            for key in list(self.keys(include_nested=True, leaves_only=True)):
-                self.fill_(key, 0)
-        return self
+        Tensors that were replaced here are arranged, too. If the method goes beyond the axes of steps, its result is
+        one of tensors that were decoded, and does not write to the storage.
+        """
+        link = self.link
+        if link is None or options.get("inplace"):
+            return method(self, *args, **options)
+        tensors: list[_Original] = []
+        result = method(_stand_in(self, link.slots.shape, tensors), *args, **options)
+        if not isinstance(result, (tuple, list)):
+            is_whole = link.is_whole and method is TensorDict.transpose
+            rows = _arranged(result, self, tensors, is_linked=is_linked, is_whole=is_whole)
+            if rows is not None:
+                return rows
+            return method(self, *args, **options)
+        # Parts take what they show from here: decoding each of them alone would take much longer.
+        parts = [_arranged(part, self, tensors, is_part=True) for part in result]
+        if any(part is None for part in parts):
+            return method(self, *args, **options)
+        return type(result)(parts)
 
-    def masked_fill_(self, mask: torch.Tensor, value: float | bool) -> Any:
-        """Fill the steps where `mask` is true, here and in the storage."""
-        if self._link is None:
-            return super().masked_fill_(mask, value)
-        with self._link.together():
-            for key in list(self.keys(include_nested=True, leaves_only=True)):
-                leaf = self.get(key)
-                wide = mask.reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim)).expand_as(leaf)
-                self.set_(key, leaf.masked_fill(wide, value))
-        return self
+
+def _arranging(name: str) -> Callable[..., Any]:
+    method = getattr(TensorDict, name)
+
+    @functools.wraps(method)
+    def arranged(self: PackedRows, *args: Any, **options: Any) -> Any:
+        return self.arranged(method, *args, **options)
+
+    return arranged
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    method = getattr(TensorDict, name)
+
+    @functools.wraps(method)
+    def written_back(self: PackedRows, *args: Any, **options: Any) -> Any:
+        if self.link is None:
+            return method(self, *args, **options)
+        copy = self.to_tensordict()
+        method(copy, *args, **options)
+        return self.update_(copy)
+
+    return written_back
+
+
+for _name in _ARRANGE:
+    setattr(PackedRows, _name, _arranging(_name))
+# Arithmetic in place, whatever this version of tensordict has. The others end in methods of the class.
+for _name in dir(TensorDict):
+    is_arithmetic = _name.endswith("_") and _name != "copy_" and hasattr(torch, f"_foreach_{_name}")
+    if is_arithmetic or _name in ("masked_fill_", "zero_"):
+        setattr(PackedRows, _name, _in_place(_name))
+
+
+def _unchanged(steps: TensorDict) -> TensorDict:
+    return steps
+
+
+class _Original(NamedTuple):
+    """A tensor of some steps: its key in the storage, unless it was replaced, and where it is."""
+
+    path: Key | None
+    node: Any
+    name: str
+
+    def take(self, places: torch.Tensor, num_axes: int) -> Any:
+        """Return what it holds at some places, counted through the axes of steps."""
+        return _member(self.node, self.name).unsqueeze(0).flatten(0, num_axes)[places]
+
+
+def _stand_in(node: Any, shape: tuple[int, ...], tensors: list[_Original]) -> TensorDict:
+    """Return a TensorDict of the same structure whose tensors hold the places of steps.
+
+    The last axis of each tells which of `tensors` it stands for: it is as long as they are many when it is added.
+    """
+    places = torch.arange(math.prod(shape)).reshape(shape)
+    paths: Mapping[str, Key] = getattr(node, "paths", {})
+    members: dict[str, Any] = {}
+    for name in list(node.keys()):
+        member: Any = None
+        if name not in paths:
+            member = _member(node, name)
+        if _is_node(member):
+            stand_in = functools.partial(_stand_in, shape=shape, tensors=tensors)
+            members[name] = _on_tensordict(member, stand_in)
+            continue
+        tensors.append(_Original(paths.get(name), node, name))
+        size = (*node.batch_size, len(tensors))
+        members[name] = places.reshape(*shape, *[1] * (len(size) - len(shape))).expand(size)
+    return TensorDict(members, batch_size=node.batch_size, names=node.names)
+
+
+def _member(node: Any, name: str) -> Any:
+    """Return a member as it is; `get` would turn non-tensor data into what it holds."""
+    return node._get_str(name, None)
+
+
+def _on_tensordict(node: Any, function: Callable[[Any], Any]) -> Any:
+    """Return what a function makes of a TensorDict, or of the one in a tensorclass, which stays one."""
+    if is_tensorclass(node):
+        return type(node).from_tensordict(function(node._tensordict))
+    return function(node)
+
+
+def _places_of_steps(stand_in: Any, more: torch.Size) -> torch.Tensor | None:
+    """Return which steps a `_stand_in` shows after it was arranged, whose axes after those of steps were `more`.
+
+    Returns:
+        Their places; None if it shows no tensor, or if those axes were touched.
+    """
+    num_axes = stand_in.batch_dims
+    tensors = stand_in.values(include_nested=True, leaves_only=True)
+    shown = [tensor for tensor in tensors if 0 not in tensor.shape[num_axes:]]
+    if not shown or stand_in.batch_size[max(0, num_axes - len(more)) :] != more or 0 in more:
+        return None
+    size = stand_in.batch_size[: num_axes - len(more)]
+    places = shown[0].reshape(*size, math.prod(more), -1)[..., 0]
+    first: torch.Tensor = places[..., 0]
+    if not torch.equal(places, first[..., None].expand_as(places)):
+        return None
+    return first
+
+
+def _arranged(
+    stand_in: Any,
+    rows: PackedRows,
+    tensors: Sequence[_Original],
+    *,
+    is_linked: bool = True,
+    is_whole: bool = False,
+    is_part: bool = False,
+) -> PackedRows | None:
+    """Return the steps that a `_stand_in` shows after it was arranged; None if it shows no tensor.
+
+    Args:
+        stand_in: What it has become.
+        rows: What it stood for.
+        tensors: What its tensors stood for.
+        is_linked: Whether changes of the result change the storage.
+        is_whole: Whether it has all steps of the storage.
+        is_part: Whether it takes tensors from `rows` instead of decoding its own.
+    """
+    link = rows.link
+    if link is None:
+        return None
+    places = _places_of_steps(stand_in, rows.batch_size[link.slots.ndim :])
+    if places is None:
+        return None
+    slots = link.slots.reshape(-1)[places.numpy()]
+    makers: Mapping[Key, Callable[[], Any]] = {}
+    if not is_part:
+        makers = link.source.makers(slots)
+    part = None
+    if is_linked:
+        part = Link(link.source, slots, is_whole=is_whole)
+
+    def fill(node: Any, above: Key) -> PackedRows:
+        made = _node(above, node.batch_size, link.source.device, part)
+        made.names = node.names
+        for name in node.keys():  # noqa: SIM118 - a TensorDict iterates over its first axis
+            member = _member(node, name)
+            if _is_node(member):
+                made.put(name, _on_tensordict(member, functools.partial(fill, above=(*above, name))))
+                continue
+            original = tensors[member.shape[-1] - 1]
+            take = functools.partial(original.take, places, link.slots.ndim)
+            if original.path is None:
+                made.put(name, take())
+            else:
+                made.show(name, original.path, makers.get(original.path, take))
+        return made
+
+    return fill(stand_in, rows.above)
 
 
 def make_view(
@@ -295,9 +378,11 @@ def make_view(
         member = nodes[key]
         if key in layout.kinds:
             member = layout.kinds[key].from_tensordict(member)
-        dict.__setitem__(nodes[key[:-1]]._tensordict, key[-1], member)
+        nodes[key[:-1]].put(key[-1], member)
     for key, make in makers.items():
-        dict.__setitem__(nodes[key[:-1]]._tensordict, key[-1], _Late(make))
+        nodes[key[:-1]].show(key[-1], key, make)
+    if any(layout.extra_names):
+        root.names = layout.names(len(batch))
     return layout.wrap(root)
 
 
@@ -307,14 +392,15 @@ def _depth(item: tuple[Key, Any]) -> int:
 
 def _node(key: Key, batch_size: torch.Size, device: Any, link: Link | None) -> PackedRows:
     node = PackedRows({}, batch_size=batch_size, device=device)
-    node._tensordict = _LateDict()
-    node.__dict__["_link"] = link
-    node.__dict__["_above"] = key
+    node.start(key, link)
     return node
 
 
 def _is_node(value: Any) -> bool:
     """Return whether a value is a nested TensorDict; to tensordict, non-tensor data is one, too."""
+    # First, because tensordict takes a microsecond for each of many tensors.
+    if isinstance(value, (Late, torch.Tensor)):
+        return False
     return is_tensor_collection(value) and not is_non_tensor(value)
 
 
