@@ -24,12 +24,14 @@ from slipstream import PPO, NavRLPolicy
 from slipstream.dist import ShardGroup
 from slipstream.nav.env import NavigationEnv
 from slipstream.nav.frame import velocity_from_unit
-from slipstream.rl import ppo as ppo_module
+from slipstream.rl import ppo as rl_ppo
 from slipstream.rl.gradients import Metrics
 from slipstream.train.settings import compose_settings
 from slipstream.train.shards import Shard, make_collector
 from slipstream.train.startup import prepare_process
 from slipstream.train.teacher import planner_teacher
+
+ppo_module: Any = rl_ppo  # some of whose functions are replaced below
 
 Step = Callable[[], tuple[float, float]]
 """Trains for an iteration; returns the seconds of collecting and of updating."""
@@ -92,7 +94,7 @@ def reduce_gradients() -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         torch_dist.all_reduce(flat)
         flat /= torch_dist.get_world_size()
-        parts = flat.split([gradient.numel() for gradient in gradients])
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
         return metrics, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
 
     ppo_module.sum_gradients = reduced

@@ -266,7 +266,7 @@ class _Shared:
         # Unlike a generator, this iterator can be shared by threads.
         return iter(take, None)
 
-    def hand_in(self, results: _Results | Exception) -> None:
+    def hand_in(self, results: _Results | Exception | None) -> None:
         """Give the first process what this one has flown, or why it failed."""
         self._store.set(f"{self._prefix}/{self.rank}", pickle.dumps(results))
 
