@@ -27,7 +27,7 @@ fix: .venv/.installed ## Apply automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/python -m tests.style
 
-BENCHES := codecs checkpoint rollout replay datasets train
+BENCHES := codecs checkpoint rollout replay datasets train processes
 
 bench: .venv/.bench ## Run short benchmarks and update docs/benchmarks.md
 	for name in $(BENCHES); do $(BIN)/python bench/$$name.py --quick --write docs/benchmarks.md || exit 1; done
