@@ -27,7 +27,7 @@ from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl import ppo as rl_ppo
 from slipstream.rl.gradients import Metrics
 from slipstream.train.settings import compose_settings
-from slipstream.train.shards import Shard, make_collector
+from slipstream.train.shards import Shards, make_collector
 from slipstream.train.startup import prepare_process
 from slipstream.train.teacher import planner_teacher
 
@@ -53,17 +53,16 @@ def in_shards(num_envs: int, shards: int, threads: int) -> tuple[Step, PPO]:
     """Return a learner in shards, which every number of processes trains alike."""
     group = ShardGroup(shards, threads=threads)
     settings, ppo = learner(num_envs, shards, 0, group)
-    mine = [Shard(settings, ppo.policy, number, torch.device("cpu")) for number in group.local_shards]
-    collectors = [iter(shard.collector) for shard in mine]
-    generators = [shard.generator for shard in mine]
-    first = group.local_shards.start
+    shards_here = Shards(settings, ppo.policy, group, torch.device("cpu"))
+    collected = iter(shards_here)
+    generators = shards_here.generators()
 
     def step() -> tuple[float, float]:
         began = time.perf_counter()
-        rollouts = group.map(lambda shard: next(collectors[shard - first]))
-        collected = time.perf_counter()
+        rollouts = next(collected)
+        between = time.perf_counter()
         ppo.update(rollouts, generators=generators)
-        return collected - began, time.perf_counter() - collected
+        return between - began, time.perf_counter() - between
 
     return step, ppo
 

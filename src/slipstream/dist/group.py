@@ -91,7 +91,7 @@ class ShardGroup:
         self.local_shards = range(self.rank * per_rank, (self.rank + 1) * per_rank)
         self.threads = min(per_rank, share_of_cores() if threads is None else require_count("threads", threads))
 
-    def map(self, function: Callable[[int], R]) -> list[R]:
+    def map(self, function: Callable[[int], R], *, threads: int | None = None) -> list[R]:
         """Call a function for every shard of this process, and return its results in the order of the shards.
 
         Up to `threads` shards are computed at once, on a thread each. In each of these, torch uses no other thread, so
@@ -100,6 +100,7 @@ class ShardGroup:
         Args:
             function: Called with the number of a shard. It should use nothing that other shards change, such as global
                 random generators.
+            threads: How many shards are computed at once, if it should be fewer than `threads`.
 
         Raises:
             Exception: The first exception of `function`, in the order of the shards.
@@ -109,7 +110,7 @@ class ShardGroup:
         def compute(shard: int) -> None:
             results[shard] = function(shard)
 
-        on_one_thread_each(compute, self.local_shards, self.threads)
+        on_one_thread_each(compute, self.local_shards, min(threads or self.threads, self.threads))
         return [results[shard] for shard in self.local_shards]
 
     def sum(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Statistics of packed rollouts that can be added up.
 _PACKING = ("batch_count", "raw_bytes", "packed_bytes", "pack_s")
+# From here on, collecting two shards on two threads is faster than one after another.
+_DRONES_PER_THREAD = 512
 _ACTIONS = 1  # mixed into the seed of a shard: actions and the order of minibatches need other numbers than its drones
 
 
@@ -261,14 +263,18 @@ class Shards:
         self.parts: dict[str, Any] = {"collector": self}
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield a rollout of each shard, collected at the same time."""
+        """Yield a rollout of each shard."""
         iterators = [iter(member.collector) for member in self.members]
+        threads = None
+        if self.env.config.num_envs < _DRONES_PER_THREAD:
+            # Steps of few drones are mostly Python, for which threads would wait in turns.
+            threads = 1
 
         def collect(shard: int) -> Any:
             return next(iterators[shard - self._first])
 
         while True:
-            yield self._group.map(collect)
+            yield self._group.map(collect, threads=threads)
 
     def generators(self) -> list[torch.Generator]:
         """Return where the order of minibatches comes from, for each shard."""
