@@ -85,8 +85,8 @@ def _train(processes: Processes | None, overrides: Sequence[str], *, cfg: bool, 
         outcome = _outcome(trainer)
         if stopped is not None:
             outcome["stopped"] = stopped.name
-        elif evaluate and is_first:
-            outcome |= _finish(trainer, settings, screen)
+        elif evaluate:
+            outcome |= _finish(trainer, settings, screen, processes)
     finally:
         trainer.close()
     if is_first:
@@ -160,12 +160,15 @@ def _outcome(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str, Any]:
-    """Evaluate, write the report, and return the results.
+def _finish(trainer: Trainer, settings: TrainSettings, screen: Any, processes: Processes | None) -> dict[str, Any]:
+    """Evaluate in all processes, write the report in the first one, and return the results there.
 
     A run that was complete and evaluated before is not flown again: the result would be the same.
     """
-    from slipstream.cli.evaluation_output import fly_jobs  # noqa: PLC0415 - keeps --help quick
+    import torch  # noqa: PLC0415 - keeps --help quick
+
+    from slipstream.cli.evaluation_output import fly_jobs  # noqa: PLC0415
+    from slipstream.dist.threads import share_of_cores  # noqa: PLC0415
     from slipstream.report.page import write_report  # noqa: PLC0415
     from slipstream.train.evaluation.flights import SEED  # noqa: PLC0415
     from slipstream.train.evaluation.jobs import describe_conditions, final_jobs  # noqa: PLC0415
@@ -175,10 +178,21 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any) -> dict[str,
     jobs = final_jobs(trainer.ppo.policy, settings)
     conditions = describe_conditions(jobs, settings, episodes=settings.eval_episodes)
     about = {**trainer.about(), "conditions": conditions}
-    document = recorded_evaluation(trainer.folder.evaluations, FINAL, about)
+
+    def find() -> dict[str, Any] | None:
+        return recorded_evaluation(trainer.folder.evaluations, FINAL, about)
+
+    document = trainer.ranks.first(find)
     if document is None:
-        results = fly_jobs(jobs, settings, screen, settings.eval_episodes, SEED)
+        if settings.dist.shards:
+            # Shards are computed on one thread, but flights are the same on any number of them.
+            torch.set_num_threads(settings.num_threads or share_of_cores())
+        results = fly_jobs(jobs, settings, screen, settings.eval_episodes, SEED, processes)
+        if not trainer.ranks.is_first:
+            return {}
         _, document = save_evaluation(results, trainer.folder.evaluations, FINAL, about)
+    elif not trainer.ranks.is_first:
+        return {}
     else:
         path = trainer.folder.path
         screen.print(f"this policy was evaluated before: these are its results (slipstream eval {path} flies again)")
