@@ -93,6 +93,9 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
     def images(name: str, stored: str = "CPU ms") -> str:
         return tables.cell("datasets", name, stored)
 
+    def processes(name: str) -> str:
+        return tables.cell("processes", name, "ms an iteration")
+
     ours, plain, lost = "slipstream native, guarded", "slipstream native, not packed", "training time lost ms"
 
     def same(*names: str) -> dict[str, str]:
@@ -177,6 +180,12 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
             f"{images('slipstream')} ms",
             peers(images, same("naive loop", "robomimic", "Minari"), " ms"),
             "datasets",
+        ),
+        (
+            "An iteration of training in two processes, and the same run as in one",
+            f"{processes('2 shards, 2')} ms, yes",
+            peers(processes, {"all_reduce as in rsl_rl": "all_reduce", "DDP": "DDP"}, " ms, no"),
+            "processes",
         ),
     ]
 
