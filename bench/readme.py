@@ -93,9 +93,7 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
     def images(name: str, stored: str = "CPU ms") -> str:
         return tables.cell("datasets", name, stored)
 
-    def processes(name: str) -> str:
-        return tables.cell("processes", name, "ms an iteration")
-
+    spent = "ms an iteration"
     ours, plain, lost = "slipstream native, guarded", "slipstream native, not packed", "training time lost ms"
 
     def same(*names: str) -> dict[str, str]:
@@ -183,8 +181,12 @@ def rows(tables: Tables) -> list[tuple[str, str, str, str]]:
         ),
         (
             "An iteration of training in two processes, and the same run as in one",
-            f"{processes('2 shards, 2')} ms, yes",
-            peers(processes, {"all_reduce as in rsl_rl": "all_reduce", "DDP": "DDP"}, " ms, no"),
+            f"{tables.cell('processes', '2 shards, 2', spent)} ms, yes",
+            peers(
+                lambda row: tables.cell("processes", row, spent),
+                {"all_reduce as in rsl_rl": "all_reduce", "DDP": "DDP"},
+                " ms, no",
+            ),
             "processes",
         ),
     ]

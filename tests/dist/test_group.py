@@ -22,6 +22,8 @@ rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch_dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 # Threads of a group that is not destroyed abort a process that ends.
 atexit.register(torch_dist.destroy_process_group)
+# One that ends at once must not end while others still connect.
+torch_dist.barrier()
 """
 
 

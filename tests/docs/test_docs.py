@@ -150,6 +150,8 @@ def check_line(line: str, *, is_typed: bool) -> None:
     if is_typed and not hasattr(command, "commands"):
         context = command.make_context(command.name, list(rest))  # parses, and runs nothing
         overrides = context.params.get("overrides") or []
+        if command.name == "eval":  # where this is not a setting
+            overrides = [override for override in overrides if not override.startswith("devices=")]
         if overrides and not any(override.startswith("resume=") for override in overrides):
             compose_settings(overrides)
 

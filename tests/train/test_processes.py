@@ -58,6 +58,6 @@ def test_a_job_that_may_be_restarted_needs_a_name_that_its_attempts_have_in_comm
 
 
 def test_several_processes_are_started_by_torchrun_with_the_same_arguments():
-    command = torchrun_command(2, ["dist.shards=4", "--json"])
-    assert command[1:4] == ["-m", "torch.distributed.run", "--standalone"]
+    command = torchrun_command(2, ["train", "dist.shards=4", "--json"])
+    assert command[1:4] == ["-m", "slipstream.dist.launch", "--standalone"]
     assert command[4:] == ["--nproc-per-node=2", "-m", "slipstream", "train", "dist.shards=4", "--json"]

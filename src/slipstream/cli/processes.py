@@ -6,14 +6,16 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 from slipstream.cli.errors import sentence_of
 from slipstream.cli.output import print_error
 from slipstream.errors import RankLostError, SlipstreamError
-from slipstream.train.processes import Processes, is_copied, torchrun_command
+
+if TYPE_CHECKING:
+    from slipstream.train.processes import Processes
 
 
 def relaunch(devices: int, arguments: Sequence[str]) -> NoReturn:
@@ -23,6 +25,8 @@ def relaunch(devices: int, arguments: Sequence[str]) -> NoReturn:
         devices: How many processes.
         arguments: Of ``slipstream``, the command first.
     """
+    from slipstream.train.processes import torchrun_command  # noqa: PLC0415 - imports torch
+
     # What torchrun would choose as well, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
@@ -36,6 +40,8 @@ def one_voice(processes: Processes | None) -> Iterator[None]:
     if processes is None:
         yield
         return
+    from slipstream.train.processes import is_copied  # noqa: PLC0415 - imports torch
+
     waits = True
     try:
         yield

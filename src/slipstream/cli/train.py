@@ -165,15 +165,14 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any, processes: P
 
     A run that was complete and evaluated before is not flown again: the result would be the same.
     """
-    import torch  # noqa: PLC0415 - keeps --help quick
-
-    from slipstream.cli.evaluation_output import fly_jobs  # noqa: PLC0415
+    from slipstream.cli.evaluation_output import fly_jobs  # noqa: PLC0415 - keeps --help quick
     from slipstream.dist.threads import share_of_cores  # noqa: PLC0415
     from slipstream.report.page import write_report  # noqa: PLC0415
     from slipstream.train.evaluation.flights import SEED  # noqa: PLC0415
     from slipstream.train.evaluation.jobs import describe_conditions, final_jobs  # noqa: PLC0415
     from slipstream.train.evaluation.results import recorded_evaluation, save_evaluation  # noqa: PLC0415
     from slipstream.train.folder import FINAL  # noqa: PLC0415
+    from slipstream.train.startup import prepare_process  # noqa: PLC0415
 
     jobs = final_jobs(trainer.ppo.policy, settings)
     conditions = describe_conditions(jobs, settings, episodes=settings.eval_episodes)
@@ -186,7 +185,7 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any, processes: P
     if document is None:
         if settings.dist.shards:
             # Shards are computed on one thread, but flights are the same on any number of them.
-            torch.set_num_threads(settings.num_threads or share_of_cores())
+            prepare_process(settings.num_threads or share_of_cores())
         results = fly_jobs(jobs, settings, screen, settings.eval_episodes, SEED, processes)
         if not trainer.ranks.is_first:
             return {}

@@ -158,14 +158,21 @@ def join_parts(
         parts: The flights of each simulation, in order.
         flights: Recorded flights, if there are any.
     """
+    logs: list[FlightLog] = []
+    num_steps = 0
+    seconds = 0.0
+    for part in parts:
+        logs.append(part.log)
+        num_steps += part.num_steps
+        seconds += part.seconds
     return Flown(
         scenario=scenario,
         candidate=candidate.name,
         title=flight_title(scenario, candidate, sensors),
         sensors=sensors,
         config=config,
-        log=_join_logs([part.log for part in parts]),
-        steps_per_s=sum(part.num_steps for part in parts) / sum(part.seconds for part in parts),
+        log=_join_logs(logs),
+        steps_per_s=num_steps / seconds,
         flights=flights,
     )
 

@@ -68,7 +68,8 @@ class Plan:
     @property
     def num_flights(self) -> int:
         """The number of flights that are counted."""
-        return sum(part.config.num_envs for part in self.parts)
+        last = self.parts[-1]
+        return last.first_flight + last.config.num_envs
 
 
 # The number of a plan, and that of its part; None stands for the flights that are recorded.
@@ -191,7 +192,9 @@ class _Progress:
         self._plans = plans
         self._start = start
         self._shown: dict[int, OnStep | None] = {}
-        self._ended = [[0] * len(plan.parts) for plan in plans]
+        self._ended: list[list[int]] = []
+        for plan in plans:
+            self._ended.append([0] * len(plan.parts))
         self._lock = threading.Lock()
 
     def start(self, number: int) -> None:
@@ -214,13 +217,16 @@ class _SharedProgress:
 
     def __init__(self, plans: Sequence[Plan], start: Callable[[str], OnStep | None], shared: _Shared) -> None:
         self._shared = shared
-        self._total = sum(plan.num_flights for plan in plans)
+        self._total = 0
+        titles: list[str] = []
+        for plan in plans:
+            self._total += plan.num_flights
+            titles.append(plan.title)
         self._ended: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
         self._show: OnStep | None = None
         if shared.rank == 0:
-            titles = list_first([plan.title for plan in plans], 2)
-            self._show = start(f"{titles}, in {shared.world} processes")
+            self._show = start(f"{list_first(titles, 2)}, in {shared.world} processes")
 
     def start(self, number: int) -> None:
         """Do nothing: all jobs are shown as one."""

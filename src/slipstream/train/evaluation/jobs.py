@@ -128,8 +128,12 @@ def evaluate(
     Raises:
         ConfigurationError: If there is no episode to fly, or the settings are invalid.
     """
+
+    def start(_: str) -> OnStep | None:
+        return on_step
+
     job = Job(candidate, scenario, sensors, num_recorded)
-    [result] = run_jobs([job], settings, episodes=episodes, seed=seed, start_progress=lambda _: on_step)
+    [result] = run_jobs([job], settings, episodes=episodes, seed=seed, start_progress=start)
     return result
 
 
@@ -176,7 +180,7 @@ def run_jobs(
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # for pilots that draw from the global generator
         flown = fly_together(plans, device, threads=threads, start_progress=start, processes=processes)
-    return [summarise(one) for one in flown]
+    return list(map(summarise, flown))
 
 
 def describe_conditions(
