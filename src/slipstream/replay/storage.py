@@ -29,14 +29,13 @@ from slipstream.errors import OutOfRangeError, ReplayError
 from slipstream.replay.batch import Batch, Layout, split, stack_steps, with_time
 from slipstream.replay.contract import TorchRLContract
 from slipstream.replay.indexing import RingShape, is_block, is_single, is_sliced, is_view
-from slipstream.replay.late import Link
 from slipstream.replay.objects import RAGGED, Objects, cells_of
 from slipstream.replay.ring import RingOrder
 from slipstream.replay.roles import Key, Roles, as_key
 from slipstream.replay.saving import Saved
 from slipstream.replay.schema import Leaf, Packing, check_leaf, describe, host_array
 from slipstream.replay.steps import FoundSteps, Steps
-from slipstream.replay.view import make_view
+from slipstream.replay.view import StoredTensor, Writer, make_view
 
 logger = logging.getLogger(__name__)
 
@@ -412,31 +411,33 @@ class PackedEpisodeStorage(TorchRLContract):
             is_linked: Whether changes of what it returns change the storage.
             is_live: Whether it shows the steps that are in the slots when it is read, not those that are there now.
         """
-        makers: dict[Key, Callable[[], Any]] = {}
-        if is_live:
-            with self.steps.lock:
-                for key in [*self.steps.schema.leaves, *self.objects.keys]:
-                    makers[key] = functools.partial(self.make_leaf, slots, key)
-        else:
-            makers = self.makers(slots)
-        makers.pop(RAGGED, None)
-        link = None
-        if is_linked:
-            link = Link(self, slots, is_whole=slots.size >= len(self))
-        return make_view(self, slots, makers, self.layout, link)
+        return make_view(self, slots, self.layout, is_linked=is_linked, is_live=is_live)
 
-    def makers(self, slots: Slots) -> dict[Key, Callable[[], Any]]:
-        """Return functions that decode the tensors and non-tensor data of the steps in slots ``[...]``, by key."""
-        with self.steps.lock:
-            found = self.steps.find(slots.reshape(-1))
-            objects = self.objects.read(slots)
-        batch = torch.Size(slots.shape)
+    def tensors(self, slots: Slots, writer: Writer | None = None, *, is_live: bool = False) -> dict[Key, StoredTensor]:
+        """Return the tensors and non-tensor data of the steps in slots ``[...]``, by key.
+
+        Args:
+            slots: Which.
+            writer: How changes of them reach the storage; None if they do not.
+            is_live: Whether they are those that are in the slots when they are read, not those that are there now.
+        """
         makers: dict[Key, Callable[[], Any]] = {}
-        for leaf in found.schema.leaves.values():
-            makers[leaf.key] = functools.partial(self._tensor, found, leaf, batch)
-        for key, cells in objects.items():
-            makers[key] = functools.partial(self.layout.non_tensor, key, cells)
-        return makers
+        batch = torch.Size(slots.shape)
+        with self.steps.lock:
+            leaves = dict(self.steps.schema.leaves)
+            keys = [*leaves, *self.objects.keys]
+            if not is_live:
+                found = self.steps.find(slots.reshape(-1))
+                objects = self.objects.read(slots)
+                for key, leaf in leaves.items():
+                    makers[key] = functools.partial(self._tensor, found, leaf, batch)
+                for key, cells in objects.items():
+                    makers[key] = functools.partial(self.layout.non_tensor, key, cells)
+        tensors = {}
+        for key in keys:
+            inner = tuple(self.layout.inner.get(key[:-1], self.layout.extra))
+            tensors[key] = StoredTensor(self, writer, slots, key, leaves.get(key), inner, makers.get(key))
+        return tensors
 
     def make_leaf(self, slots: Slots, key: Key) -> Any:
         """Return one tensor of the steps in slots ``[...]``, decoded, or their non-tensor data."""

@@ -1,4 +1,4 @@
-"""The methods of TensorDict that a packed TensorDict has to call differently: views, and operations in place."""
+"""The methods of TensorDict that a lazy TensorDict has to call differently: views, and operations in place."""
 
 from __future__ import annotations
 
@@ -35,14 +35,18 @@ _VIEWS = (
 _LISTS = ("_items_list", "_values_list")
 # Methods with which an outer TensorDict lists the tensors of those that it contains.
 _LISTS_FOR_OUTER = ("items", "values")
-# Methods that end with an underscore, but do not write to tensors, or unpack by themselves what they write to.
+# Methods that end with an underscore, but do not write to tensors, or call other methods that do.
 _NOT_IN_PLACE = (
     "_memmap_",
+    "apply_",
     "auto_batch_size_",
     "auto_device_",
     "clear_device_",
     "clear_refs_for_compile_",
+    "copy_",
+    "copy_at_",
     "del_",
+    "fill_",
     "filter_empty_",
     "lock_",
     "rename_",
@@ -50,30 +54,32 @@ _NOT_IN_PLACE = (
     "set_",
     "set_at_",
     "unlock_",
+    "update_",
+    "update_at_",
 )
 
 
-def replace_methods(packed: type, plain: type) -> None:
-    """Replace methods that a class of packed TensorDicts inherits from TensorDict.
+def replace_methods(lazy: type, plain: type) -> None:
+    """Replace methods that the class of lazy TensorDicts inherits from TensorDict.
 
     In-place methods are found by their names, so that those of later versions of tensordict are included: a write to
     decoded tensors would be lost.
 
     Args:
-        packed: The class, with the methods ``call_on_placeholders``, ``decode`` and ``unpack``.
+        lazy: The class, with the methods ``call_on_placeholders``, ``call_in_place``, ``decode`` and ``unpack``.
         plain: TensorDict.
     """
     for name in dir(plain):
         method = getattr(plain, name)
         is_in_place = name.endswith("_") and not name.endswith("__")
         if name in _VIEWS:
-            setattr(packed, name, _view_method(method))
+            setattr(lazy, name, _view_method(method))
         elif name in _LISTS:
-            setattr(packed, name, _list_method(method))
+            setattr(lazy, name, _list_method(method))
         elif name in _LISTS_FOR_OUTER:
-            setattr(packed, name, _outer_list_method(method))
+            setattr(lazy, name, _outer_list_method(method))
         elif is_in_place and name not in _NOT_IN_PLACE:
-            setattr(packed, name, _in_place_method(method))
+            setattr(lazy, name, _in_place_method(method))
 
 
 def _view_method(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,11 +92,10 @@ def _view_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_place_method(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def on_unpacked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.unpack()
-        return method(self, *args, **kwargs)
+    def in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.call_in_place(method, args, kwargs)
 
-    return on_unpacked
+    return in_place
 
 
 def _list_method(method: Callable[..., Any]) -> Callable[..., Any]:
