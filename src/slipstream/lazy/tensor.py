@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +19,22 @@ class Source:
     """A whole tensor, stored in another form: steps ``[steps..., row...]``.
 
     Attributes:
-        shape: The whole shape.
         row_shape: The shape of one step.
-        dtype: The dtype.
         device: Where its values are read to; None means the CPU.
     """
 
-    shape: tuple[int, ...]
     row_shape: tuple[int, ...]
-    dtype: torch.dtype
     device: torch.device | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole shape."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype."""
+        raise NotImplementedError
 
     @property
     def tensor(self) -> Any:
@@ -71,6 +76,8 @@ class Steps:
 
     def of(self, items: NDArray[Any]) -> NDArray[Any]:
         """Return those of some items, one per step, in the shape of the view; not to be written to."""
+        if self.shape == items.shape and _is_contiguous(self.shape, self.strides):
+            return items
         flat = items.ravel()
         strides = [stride * flat.itemsize for stride in self.strides]
         return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides, writeable=False)
@@ -104,18 +111,31 @@ class LazyTensor:
 
     def __init__(self, source: Source, placeholder: torch.Tensor | None = None) -> None:
         self.source = source
-        if placeholder is not None:
-            self.placeholder = placeholder
+        self.is_all = placeholder is None
+        """Whether it was made to show all."""
+        self._placeholder = placeholder
+        self._steps: Steps | None = None
 
-    @functools.cached_property
+    @property
     def placeholder(self) -> torch.Tensor:
         """Which elements the view shows."""
-        return torch.empty(self.source.shape, dtype=self.source.dtype, device="meta")
+        if self._placeholder is None:
+            self._placeholder = torch.empty(self.source.shape, dtype=self.source.dtype, device="meta")
+        return self._placeholder
 
-    @functools.cached_property
+    @property
     def steps(self) -> Steps | None:
         """Which steps the view shows, or None if it does not show whole steps of the source's dtype."""
+        if self._steps is None:
+            self._steps = self._find_steps()
+        return self._steps
+
+    def _find_steps(self) -> Steps | None:
         row_shape = self.source.row_shape
+        shape = self.source.shape
+        if self.is_all and 0 not in shape:
+            steps = shape[: len(shape) - len(row_shape)]
+            return Steps(steps, contiguous_strides(steps), 0)
         row_size = math.prod(row_shape)
         shape = tuple(self.placeholder.shape)
         strides = self.placeholder.stride()

@@ -86,13 +86,12 @@ class Placeholders:
     def adopt_members(self, node: Any) -> dict[str, Any]:
         """Return the members of a node: lazy tensors instead of placeholders, and packed TensorDicts."""
         members: dict[str, Any] = {}
-        for name in node.keys():  # noqa: SIM118 - a TensorDict iterates over its first axis
-            # Not `get`, which turns non-tensor data into what it holds.
-            value = node._get_str(name, None)
-            if type(value) is TensorDict or is_tensorclass(value):
+        for name, value in node.items():
+            if isinstance(value, torch.Tensor):
+                source = self._sources.get(_storage_of(value)) if value.is_meta else None
+                members[name] = value if source is None else LazyTensor(source, value)
+            elif type(value) is TensorDict or is_tensorclass(value):
                 members[name] = on_tensordict(value, self.adopt)
-            elif isinstance(value, torch.Tensor) and value.is_meta and _storage_of(value) in self._sources:
-                members[name] = LazyTensor(self._sources[_storage_of(value)], value)
             else:
                 members[name] = value
         return members
@@ -124,16 +123,16 @@ class Axes(NamedTuple):
 def is_packed(member: Any) -> bool:
     """Return whether a member is a lazy TensorDict, or a tensorclass of one."""
     # First, because tensordict takes a microsecond to tell a tensorclass.
-    if isinstance(member, (LazyTensor, torch.Tensor)):
+    if isinstance(member, TensorDict):
+        return isinstance(getattr(member, "leaves", None), Leaves)
+    if isinstance(member, (LazyTensor, torch.Tensor)) or not is_tensorclass(member):
         return False
-    if is_tensorclass(member):
-        member = member._tensordict
-    return isinstance(member, TensorDict) and isinstance(getattr(member, "leaves", None), Leaves)
+    return is_packed(member._tensordict)
 
 
 def on_tensordict(member: Any, function: Callable[[Any], Any]) -> Any:
     """Return what a function makes of a TensorDict, or of the one in a tensorclass, which stays one."""
-    if is_tensorclass(member):
+    if not isinstance(member, TensorDict) and is_tensorclass(member):
         return type(member).from_tensordict(function(member._tensordict))
     return function(member)
 

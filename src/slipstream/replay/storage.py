@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -421,22 +422,24 @@ class PackedEpisodeStorage(TorchRLContract):
             writer: How changes of them reach the storage; None if they do not.
             is_live: Whether they are those that are in the slots when they are read, not those that are there now.
         """
-        makers: dict[Key, Callable[[], Any]] = {}
         batch = torch.Size(slots.shape)
+        make: Callable[[], Any] | None = None
+        lock = threading.Lock()
+        tensors = {}
         with self.steps.lock:
-            leaves = dict(self.steps.schema.leaves)
-            keys = [*leaves, *self.objects.keys]
+            leaves = self.steps.schema.leaves
+            objects = self.objects.read(slots)
             if not is_live:
                 found = self.steps.find(slots.reshape(-1))
-                objects = self.objects.read(slots)
-                for key, leaf in leaves.items():
-                    makers[key] = functools.partial(self._tensor, found, leaf, batch)
-                for key, cells in objects.items():
-                    makers[key] = functools.partial(self.layout.non_tensor, key, cells)
-        tensors = {}
-        for key in keys:
-            inner = tuple(self.layout.inner.get(key[:-1], self.layout.extra))
-            tensors[key] = StoredTensor(self, writer, slots, key, leaves.get(key), inner, makers.get(key))
+        for key, leaf in leaves.items():
+            if not is_live:
+                make = functools.partial(self._tensor, found, leaf, batch)
+            tensors[key] = StoredTensor(self, writer, slots, key, leaf, leaf.shape, make, lock)
+        for key, cells in objects.items():
+            if not is_live:
+                make = functools.partial(self.layout.non_tensor, key, cells)
+            inner = self.layout.inner.get(key[:-1], self.layout.extra)
+            tensors[key] = StoredTensor(self, writer, slots, key, None, inner, make, lock)
         return tensors
 
     def make_leaf(self, slots: Slots, key: Key) -> Any:

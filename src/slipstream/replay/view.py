@@ -6,6 +6,7 @@ A tensor that was taken out of a view is an ordinary one: changing it in place d
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from tensordict import NonTensorData, TensorDict, is_non_tensor, is_tensor_collection
 
 from slipstream.errors import ReplayError
 from slipstream.lazy.tensor import LazyTensor, Source
@@ -67,7 +68,7 @@ class Writer:
         while pending:
             slots = pending[0][0]
             values: dict[Key, Any] = {}
-            while pending and np.array_equal(pending[0][0], slots):
+            while pending and (pending[0][0] is slots or np.array_equal(pending[0][0], slots)):
                 _, key, value = pending.pop(0)
                 values[key] = value
             self._write(slots, values)
@@ -87,9 +88,24 @@ class StoredTensor(Source):
         slots: The slots of the steps.
         key: The key in the storage.
         leaf: What the tensor is like; None for non-tensor data.
-        inner: The batch axes of non-tensor data after those of steps.
+        row_shape: The shape of a step; of non-tensor data, the batch axes after those of steps.
         make: Decodes the steps that were located; None for those that are in the slots when they are read.
+        lock: Held while it is decoded; tensors of a view share one.
     """
+
+    __slots__ = (
+        "_lock",
+        "_make",
+        "_num_writes",
+        "_tensor",
+        "device",
+        "key",
+        "leaf",
+        "row_shape",
+        "slots",
+        "storage",
+        "writer",
+    )
 
     def __init__(
         self,
@@ -98,55 +114,64 @@ class StoredTensor(Source):
         slots: Slots,
         key: Key,
         leaf: Leaf | None,
-        inner: tuple[int, ...],
+        row_shape: tuple[int, ...],
         make: Callable[[], Any] | None,
+        lock: threading.Lock,
     ) -> None:
         self.storage = storage
         self.writer = writer
         self.slots = slots
         self.key = key
         self.leaf = leaf
-        self.row_shape = inner
-        self.dtype = torch.uint8
-        if leaf is not None:
-            self.row_shape = tuple(leaf.shape)
-            self.dtype = leaf.torch_dtype
-        self.shape = (*slots.shape, *self.row_shape)
+        self.row_shape = row_shape
         self.device = storage.device
         self._make = make
         self._tensor: Any = None
-        self._count = self._num_writes
-        self._lock = threading.Lock()
+        self._num_writes = 0 if writer is None else writer.counts.get(key, 0)
+        self._lock = lock
 
     @property
-    def _num_writes(self) -> int:
-        return self.writer.counts.get(self.key, 0) if self.writer is not None else 0
+    def shape(self) -> tuple[int, ...]:
+        """The whole shape."""
+        return self.slots.shape + self.row_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype; any for non-tensor data."""
+        return torch.uint8 if self.leaf is None else self.leaf.torch_dtype
 
     @property
     def tensor(self) -> Any:
         """All of it, once it was read and unless it was written to since."""
-        return self._tensor if self._count == self._num_writes else None
+        if self.writer is not None and self._num_writes != self.writer.counts.get(self.key, 0):
+            return None
+        return self._tensor
 
     def unpack(self) -> Any:
         """Return all of it; keep it until there is a write to the storage through this view or a view of it."""
         with self._lock:
-            count = self._num_writes
-            if count != self._count or self._tensor is None:
-                is_located = self._make is not None and not count
-                self._tensor = self._make() if is_located else self.storage.make_leaf(self.slots, self.key)
-                self._count = count
+            if self.writer is not None and self._num_writes != self.writer.counts.get(self.key, 0):
+                self._num_writes = self.writer.counts[self.key]
+                self._tensor = None
+                self._make = None
+            if self._tensor is None:
+                make = self._make or functools.partial(self.storage.make_leaf, self.slots, self.key)
+                self._tensor = make()
+                # It holds on to packed steps, which may have been overwritten.
+                self._make = None
             return self._tensor
 
     def read(self, view: LazyTensor) -> Any:
         """Return what a view shows of it."""
-        return self.see(self.unpack(), view.placeholder)
+        whole = self.unpack()
+        if view.is_all:
+            return whole
+        return self.see(whole, view.placeholder)
 
     def see(self, whole: Any, placeholder: torch.Tensor) -> Any:
         """Return what a placeholder shows of all steps."""
         if self.leaf is not None:
             return super().see(whole, placeholder)
-        if tuple(placeholder.shape) == self.shape and placeholder.is_contiguous():
-            return whole
         cells = cells_of(whole.tolist(), self.shape).reshape(-1)
         return as_non_tensor(cells[_elements(placeholder)], 0)
 
@@ -249,8 +274,8 @@ class PackedRows(LazyTensorDict):
         if self.writer is None or (key is not None and self.whole is None):
             super().__setitem__(index, value)
         elif key is None:
-            self._check_keys(value)
-            super().__setitem__(index, value)
+            with self.together():
+                self._set_steps(index, value)
         elif self.whole is None or key in self.keys(include_nested=True):
             self._set_tuple(key, value, inplace=True, validated=False, non_blocking=False)
         elif isinstance(value, dict) or (is_tensor_collection(value) and not is_non_tensor(value)):
@@ -260,12 +285,15 @@ class PackedRows(LazyTensorDict):
             slots, above = self.whole
             self.writer.write(slots, (*above, *key), value)
 
-    def _check_keys(self, value: Any) -> None:
-        """Raise `ReplayError` if steps have tensors that the storage lacks."""
-        if isinstance(value, (TensorDictBase, dict)) or is_tensor_collection(value):
-            for name in value.keys():  # noqa: SIM118 - a TensorDict iterates over its first axis
-                if name not in self.leaves:
-                    raise ReplayError(f"{name!r} is not in the storage; write it with storage.write(key, value, index)")
+    def _set_steps(self, index: Any, value: Any) -> None:
+        """Change all tensors of some steps."""
+        if not isinstance(value, dict) and not is_tensor_collection(value):
+            super().__setitem__(index, value)
+            return
+        for name, item in value.items():
+            if name not in self.leaves:
+                raise ReplayError(f"{name!r} is not in the storage; write it with storage.write(key, value, index)")
+            self._set_at_str(name, item, index, validated=True, non_blocking=False)
 
     def _memmap_(self, *, inplace: bool, **options: Any) -> Any:
         written: TensorDict = self
