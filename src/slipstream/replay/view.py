@@ -324,7 +324,7 @@ def make_view(
     found: dict[Key, PackedRows] = {}
     sizes = {(): batch + torch.Size(layout.extra), **layout.nodes(batch)}
     for key in sorted(sizes, key=len):
-        node = PackedRows({}, batch_size=sizes[key], device=storage.device)
+        node = PackedRows.empty_node(sizes[key], storage.device)
         node.__dict__.update(storage=storage, writer=writer)
         found[key] = node
         if key:
