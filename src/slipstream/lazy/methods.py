@@ -35,6 +35,15 @@ _VIEWS = (
 _LISTS = ("_items_list", "_values_list")
 # Methods with which an outer TensorDict lists the tensors of those that it contains.
 _LISTS_FOR_OUTER = ("items", "values")
+# Methods that change in which memory tensors are, and not their values.
+_MEMORY = (
+    "detach_",
+    "memmap_",
+    "memmap_refresh_",
+    "pin_memory_",
+    "requires_grad_",
+    "share_memory_",
+)
 # Methods that end with an underscore, but do not write to tensors, or call other methods that do.
 _NOT_IN_PLACE = (
     "_memmap_",
@@ -78,6 +87,8 @@ def replace_methods(lazy: type, plain: type) -> None:
             setattr(lazy, name, _list_method(method))
         elif name in _LISTS_FOR_OUTER:
             setattr(lazy, name, _outer_list_method(method))
+        elif name in _MEMORY:
+            setattr(lazy, name, _memory_method(method))
         elif is_in_place and name not in _NOT_IN_PLACE:
             setattr(lazy, name, _in_place_method(method))
 
@@ -96,6 +107,15 @@ def _in_place_method(method: Callable[..., Any]) -> Callable[..., Any]:
         return self.call_in_place(method, args, kwargs)
 
     return in_place
+
+
+def _memory_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def on_unpacked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.unpack()
+        return method(self, *args, **kwargs)
+
+    return on_unpacked
 
 
 def _list_method(method: Callable[..., Any]) -> Callable[..., Any]:

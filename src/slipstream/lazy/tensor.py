@@ -19,22 +19,14 @@ class Source:
     """A whole tensor, stored in another form: steps ``[steps..., row...]``.
 
     Attributes:
+        shape: The whole shape.
         row_shape: The shape of one step.
-        device: Where its values are read to; None means the CPU.
+        dtype: The dtype.
     """
 
+    shape: tuple[int, ...]
     row_shape: tuple[int, ...]
-    device: torch.device | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole shape."""
-        raise NotImplementedError
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype."""
-        raise NotImplementedError
+    dtype: torch.dtype
 
     @property
     def tensor(self) -> Any:
@@ -80,7 +72,7 @@ class Steps:
             return items
         flat = items.ravel()
         strides = [stride * flat.itemsize for stride in self.strides]
-        return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides, writeable=False)
+        return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides)
 
     def numbers(self) -> torch.Tensor:
         """Return the numbers of the steps, in the shape of the view."""
@@ -99,6 +91,12 @@ class Steps:
             first = self.offset // num_steps
             return slice(first, first + num_shown // num_steps)
         return self.numbers().reshape(-1).numpy()
+
+
+def elements_of(placeholder: torch.Tensor) -> NDArray[np.int64]:
+    """Return the numbers of the elements that a placeholder shows, in its shape."""
+    geometry = Steps(tuple(placeholder.shape), placeholder.stride(), int(placeholder.storage_offset()))
+    return geometry.numbers().numpy()
 
 
 class LazyTensor:

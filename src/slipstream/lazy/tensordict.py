@@ -33,6 +33,7 @@ from slipstream.lazy.views import (
     makes_view,
     names_of,
     new_plain,
+    new_unchecked,
     on_tensordict,
     rebuild,
     share_member,
@@ -42,16 +43,13 @@ from slipstream.lazy.views import (
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-# The method that makes TensorDicts without checks, of any class.
-_new = new_plain.__func__
-
 
 class LazyTensorDict(TensorDict):  # type: ignore[misc]
     """A TensorDict with lazy tensors among its members, for subclasses that know what they are read from."""
 
     def _make(self, like: Any, members: dict[str, Any], device: torch.device | None = None) -> Self:
         """Return a lazy TensorDict of other members, with the batch size and names of another TensorDict."""
-        other: Self = _new(type(self), batch_size=like.batch_size, names=names_of(like), device=device)
+        other: Self = new_unchecked(type(self), batch_size=like.batch_size, names=names_of(like), device=device)
         other._tensordict = members
         return other
 
@@ -87,11 +85,6 @@ class LazyTensorDict(TensorDict):  # type: ignore[misc]
     @_cache.setter
     def _cache(self, value: Any) -> None:
         pass
-
-    @classmethod
-    def empty_node(cls, batch_size: torch.Size, device: torch.device | None) -> Self:
-        """Return one without members."""
-        return _new(cls, batch_size=batch_size, device=device)  # type: ignore[no-any-return]
 
     @classmethod
     def _new_unsafe(cls, *args: Any, **kwargs: Any) -> Any:

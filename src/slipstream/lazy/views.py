@@ -21,6 +21,8 @@ Make = Callable[[Any, dict[str, Any]], Any]
 
 # Not the constructor: it checks every member, and erases names of nested TensorDicts if the outer one has none.
 new_plain = TensorDict._new_unsafe
+# Of any class.
+new_unchecked = new_plain.__func__
 
 
 class Placeholders:

@@ -27,9 +27,10 @@ except ImportError as error:
 
 from slipstream.compiling import untraced
 from slipstream.errors import OutOfRangeError, ReplayError
+from slipstream.lazy.views import makes_view
 from slipstream.replay.batch import Batch, Layout, split, stack_steps, with_time
 from slipstream.replay.contract import TorchRLContract
-from slipstream.replay.indexing import RingShape, is_block, is_single, is_sliced, is_view
+from slipstream.replay.indexing import RingShape, is_block, is_single, is_sliced
 from slipstream.replay.objects import RAGGED, Objects, cells_of
 from slipstream.replay.ring import RingOrder
 from slipstream.replay.roles import Key, Roles, as_key
@@ -333,7 +334,7 @@ class PackedEpisodeStorage(TorchRLContract):
                 tensor = torch.as_tensor(value)
                 if key in known:
                     leaf = known[key]
-                    tensor = tensor.to(leaf.torch_dtype).expand(*slots.shape, *leaf.shape)
+                    tensor = tensor.to(leaf.torch_dtype).expand((*slots.shape, *leaf.shape))
                 if tuple(tensor.shape[: slots.ndim]) != slots.shape:
                     raise ReplayError(f"{'/'.join(key)!r} has shape {list(tensor.shape)} for {list(slots.shape)} steps")
                 tensors[key] = tensor
@@ -386,7 +387,7 @@ class PackedEpisodeStorage(TorchRLContract):
         slots = self.slots_at(index)
         if not self.layout.is_tensordict or RAGGED in self.objects.keys:
             return self._read(slots)
-        return self.view(slots, is_linked=is_view(index))
+        return make_view(self, slots, is_linked=makes_view(index))
 
     def _member(self, key: Any) -> Any:
         nested = as_key(key) or ()
@@ -403,16 +404,6 @@ class PackedEpisodeStorage(TorchRLContract):
         batch = torch.Size(slots.shape)
         tensors = {leaf.key: self._tensor(found, leaf, batch) for leaf in found.schema.leaves.values()}
         return self.layout.build(batch, tensors, objects, self.device)
-
-    def view(self, slots: Slots, *, is_linked: bool, is_live: bool = False) -> Any:
-        """Return the steps in slots ``[...]``, decoded when they are asked for.
-
-        Args:
-            slots: Which.
-            is_linked: Whether changes of what it returns change the storage.
-            is_live: Whether it shows the steps that are in the slots when it is read, not those that are there now.
-        """
-        return make_view(self, slots, self.layout, is_linked=is_linked, is_live=is_live)
 
     def tensors(self, slots: Slots, writer: Writer | None = None, *, is_live: bool = False) -> dict[Key, StoredTensor]:
         """Return the tensors and non-tensor data of the steps in slots ``[...]``, by key.

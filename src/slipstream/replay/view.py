@@ -9,7 +9,8 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +19,9 @@ from numpy.typing import NDArray
 from tensordict import NonTensorData, TensorDict, is_non_tensor, is_tensor_collection
 
 from slipstream.errors import ReplayError
-from slipstream.lazy.tensor import LazyTensor, Source
+from slipstream.lazy.tensor import LazyTensor, Source, elements_of
 from slipstream.lazy.tensordict import LazyTensorDict
-from slipstream.lazy.views import as_key, nodes
-from slipstream.replay.batch import Layout
+from slipstream.lazy.views import as_key, lazy_members, new_unchecked, nodes
 from slipstream.replay.indexing import plain_index
 from slipstream.replay.objects import RAGGED, as_non_tensor, cells_of
 from slipstream.replay.roles import Key
@@ -43,42 +43,48 @@ class Writer:
     def __init__(self, storage: PackedEpisodeStorage) -> None:
         self.counts: dict[Key, int] = {}
         self._storage = storage
-        self._pending: list[tuple[Slots, Key, Any]] | None = None
+        self._pending: list[tuple[Slots, Key, Any]] = []
+        self._is_open = False
 
     def write(self, slots: Slots, key: Key, value: Any) -> None:
         """Change a leaf in the storage; inside of `together`, at its end."""
-        if self._pending is None:
-            self._write(slots, {key: value})
-        else:
+        with self.together():
             self._pending.append((slots, key, value))
+
+    def outdate(self, key: Key) -> None:
+        """Note that what was decoded of a key is outdated."""
+        self.counts[key] = self.counts.get(key, 0) + 1
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Pass on all writes of a block at once: leaves that are packed together are decoded once."""
-        if self._pending is not None:
-            yield
-            return
-        self._pending = []
-        try:
-            yield
-            pending = self._pending
-        finally:
-            self._pending = None
-        # Leaves of the same steps together; those are next to each other.
-        while pending:
-            slots = pending[0][0]
-            values: dict[Key, Any] = {}
-            while pending and (pending[0][0] is slots or np.array_equal(pending[0][0], slots)):
-                _, key, value = pending.pop(0)
-                values[key] = value
-            self._write(slots, values)
+        """Pass on all writes of a block at once: leaves that are packed together are decoded once.
 
-    def _write(self, slots: Slots, values: Mapping[Key, Any]) -> None:
-        self._storage.write_leaves(slots, values)
-        for key in values:
-            self.counts[key] = self.counts.get(key, 0) + 1
+        Nobody else writes to the storage meanwhile, so that what a block reads may be changed and written back.
+        """
+        with self._storage.steps.writing:
+            if self._is_open:
+                yield
+                return
+            self._is_open = True
+            try:
+                yield
+                pending = self._pending
+            finally:
+                self._pending = []
+                self._is_open = False
+            # Leaves of the same steps together; those are next to each other.
+            while pending:
+                slots = pending[0][0]
+                values: dict[Key, Any] = {}
+                while pending and (pending[0][0] is slots or np.array_equal(pending[0][0], slots)):
+                    _, key, value = pending.pop(0)
+                    values[key] = value
+                self._storage.write_leaves(slots, values)
+                for key in values:
+                    self.outdate(key)
 
 
+@dataclass(eq=False)
 class StoredTensor(Source):
     """One tensor, or the non-tensor data, of some steps of a storage: decoded once, by the first read. Thread-safe.
 
@@ -93,72 +99,42 @@ class StoredTensor(Source):
         lock: Held while it is decoded; tensors of a view share one.
     """
 
-    __slots__ = (
-        "_lock",
-        "_make",
-        "_num_writes",
-        "_tensor",
-        "device",
-        "key",
-        "leaf",
-        "row_shape",
-        "slots",
-        "storage",
-        "writer",
-    )
+    storage: PackedEpisodeStorage
+    writer: Writer | None
+    slots: Slots
+    key: Key
+    leaf: Leaf | None
+    row_shape: tuple[int, ...]
+    make: Callable[[], Any] | None
+    lock: threading.Lock
 
-    def __init__(
-        self,
-        storage: PackedEpisodeStorage,
-        writer: Writer | None,
-        slots: Slots,
-        key: Key,
-        leaf: Leaf | None,
-        row_shape: tuple[int, ...],
-        make: Callable[[], Any] | None,
-        lock: threading.Lock,
-    ) -> None:
-        self.storage = storage
-        self.writer = writer
-        self.slots = slots
-        self.key = key
-        self.leaf = leaf
-        self.row_shape = row_shape
-        self.device = storage.device
-        self._make = make
+    def __post_init__(self) -> None:
+        self.shape = self.slots.shape + self.row_shape
+        self.dtype = torch.uint8 if self.leaf is None else self.leaf.torch_dtype
         self._tensor: Any = None
-        self._num_writes = 0 if writer is None else writer.counts.get(key, 0)
-        self._lock = lock
+        self._num_writes = self._count_writes()
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole shape."""
-        return self.slots.shape + self.row_shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype; any for non-tensor data."""
-        return torch.uint8 if self.leaf is None else self.leaf.torch_dtype
+    def _count_writes(self) -> int:
+        return 0 if self.writer is None else self.writer.counts.get(self.key, 0)
 
     @property
     def tensor(self) -> Any:
         """All of it, once it was read and unless it was written to since."""
-        if self.writer is not None and self._num_writes != self.writer.counts.get(self.key, 0):
-            return None
-        return self._tensor
+        return self._tensor if self._num_writes == self._count_writes() else None
 
     def unpack(self) -> Any:
         """Return all of it; keep it until there is a write to the storage through this view or a view of it."""
-        with self._lock:
-            if self.writer is not None and self._num_writes != self.writer.counts.get(self.key, 0):
-                self._num_writes = self.writer.counts[self.key]
+        with self.lock:
+            num_writes = self._count_writes()
+            if self._num_writes != num_writes:
+                self._num_writes = num_writes
                 self._tensor = None
-                self._make = None
+                self.make = None
             if self._tensor is None:
-                make = self._make or functools.partial(self.storage.make_leaf, self.slots, self.key)
+                make = self.make or functools.partial(self.storage.make_leaf, self.slots, self.key)
                 self._tensor = make()
                 # It holds on to packed steps, which may have been overwritten.
-                self._make = None
+                self.make = None
             return self._tensor
 
     def read(self, view: LazyTensor) -> Any:
@@ -173,7 +149,7 @@ class StoredTensor(Source):
         if self.leaf is not None:
             return super().see(whole, placeholder)
         cells = cells_of(whole.tolist(), self.shape).reshape(-1)
-        return as_non_tensor(cells[_elements(placeholder)], 0)
+        return as_non_tensor(cells[elements_of(placeholder)], 0)
 
     def stand_in(self, placeholder: torch.Tensor) -> Any:
         """Return something of the type and shape of what a placeholder shows, without memory."""
@@ -206,16 +182,17 @@ class StoredTensor(Source):
             return
         if self.leaf is None:
             raise ReplayError(f"{'/'.join(self.key)!r} is no tensor: write whole steps of it with storage.write")
-        elements = _elements(placeholder)
-        row_size = max(1, int(np.prod(self.row_shape)) * self.dtype.itemsize // placeholder.dtype.itemsize)
-        slots, rows = np.unique(self.slots.reshape(-1)[elements // row_size], return_inverse=True)
-        whole = self.storage.make_leaf(slots, self.key)
-        flat = whole.reshape(-1).view(placeholder.dtype)
-        places = torch.from_numpy(rows.reshape(elements.shape) * row_size + elements % row_size).to(flat.device)
-        shown = flat[places]
-        shown[index] = value
-        flat[places] = shown
-        self.writer.write(slots, self.key, whole)
+        elements = elements_of(placeholder)
+        row_size = max(1, math.prod(self.row_shape) * self.dtype.itemsize // placeholder.dtype.itemsize)
+        slots, rows = np.unique(self.slots.ravel()[elements // row_size], return_inverse=True)
+        with self.writer.together():
+            whole = self.storage.make_leaf(slots, self.key)
+            flat = whole.reshape(-1).view(placeholder.dtype)
+            places = torch.from_numpy(rows.reshape(elements.shape) * row_size + elements % row_size).to(flat.device)
+            shown = flat[places]
+            shown[index] = value
+            flat[places] = shown
+            self.writer.write(slots, self.key, whole)
 
 
 class PackedRows(LazyTensorDict):
@@ -239,7 +216,7 @@ class PackedRows(LazyTensorDict):
 
     def read_steps(self, tensors: Sequence[LazyTensor], numbers: torch.Tensor) -> list[Any]:
         """Read some steps of several lazy tensors by their numbers."""
-        sources: list[Any] = [tensor.source for tensor in tensors]
+        sources = list(map(_source, tensors))
         found = self.storage.tensors(sources[0].slots.ravel()[numbers.numpy()])
         return [found[source.key].unpack() for source in sources]
 
@@ -253,9 +230,13 @@ class PackedRows(LazyTensorDict):
         """Call a method of TensorDict that writes to tensors: on a copy, which is then written to the storage."""
         if self.writer is None:
             return super().call_in_place(method, args, kwargs)
-        copy = self.decode(copy=True)
-        method(copy, *args, **kwargs)
-        return self.update_(copy)
+        with self.together():
+            for tensor in lazy_members(self):
+                # What was read before may be outdated, and must not be written back.
+                self.writer.outdate(_source(tensor).key)
+            copy = self.decode(copy=True)
+            method(copy, *args, **kwargs)
+            return self.update_(copy)
 
     def call_on_placeholders(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of TensorDict that returns views on placeholders, and return lazy views."""
@@ -307,24 +288,22 @@ class PackedRows(LazyTensorDict):
         return _unchanged, (self.to_tensordict(),)
 
 
-def make_view(
-    storage: PackedEpisodeStorage, slots: Slots, layout: Layout, *, is_linked: bool, is_live: bool = False
-) -> Any:
-    """Return some steps, nested as in a layout, whose tensors are decoded when they are read.
+def make_view(storage: PackedEpisodeStorage, slots: Slots, *, is_linked: bool, is_live: bool = False) -> Any:
+    """Return some steps, whose tensors are decoded when they are read.
 
     Args:
         storage: The storage.
         slots: The slots of the steps.
-        layout: The structure of a batch.
         is_linked: Whether writes reach the storage.
         is_live: Whether it shows what is in the slots when it is read, not what is there now.
     """
     writer = Writer(storage) if is_linked else None
+    layout = storage.layout
     batch = torch.Size(slots.shape)
     found: dict[Key, PackedRows] = {}
     sizes = {(): batch + torch.Size(layout.extra), **layout.nodes(batch)}
     for key in sorted(sizes, key=len):
-        node = PackedRows.empty_node(sizes[key], storage.device)
+        node = new_unchecked(PackedRows, batch_size=sizes[key], device=storage.device)
         node.__dict__.update(storage=storage, writer=writer)
         found[key] = node
         if key:
@@ -348,7 +327,7 @@ def _locate(view: PackedRows) -> None:
         for name, tensor in node.leaves.members.items():
             if not isinstance(tensor, LazyTensor):
                 continue
-            source: Any = tensor.source
+            source = _source(tensor)
             is_part = source.tensor is None and tensor.placeholder.numel() < math.prod(source.shape)
             if not is_part or tensor.steps is None:
                 continue
@@ -356,6 +335,11 @@ def _locate(view: PackedRows) -> None:
             if place not in located:
                 located[place] = view.storage.tensors(tensor.steps.of(source.slots), view.writer)
             node.leaves.members[name] = LazyTensor(located[place][source.key])
+
+
+def _source(tensor: LazyTensor) -> StoredTensor:
+    source: Any = tensor.source
+    return source  # type: ignore[no-any-return]
 
 
 def _mark_whole(view: PackedRows, slots: Slots, above: Key) -> None:
@@ -366,16 +350,6 @@ def _mark_whole(view: PackedRows, slots: Slots, above: Key) -> None:
 
 def _unchanged(steps: TensorDict) -> TensorDict:
     return steps
-
-
-def _elements(placeholder: torch.Tensor) -> NDArray[np.int64]:
-    """Return the numbers of the elements that a placeholder shows, in its shape."""
-    shape = tuple(placeholder.shape)
-    first = np.full((), placeholder.storage_offset(), np.int64)
-    for axis, (size, stride) in enumerate(zip(shape, placeholder.stride(), strict=True)):
-        along = (size, *[1] * (len(shape) - axis - 1))
-        first = first + (np.arange(size) * stride).reshape(along)
-    return np.broadcast_to(first, shape)
 
 
 def _slots_at(slots: Slots, index: Any) -> Slots | None:

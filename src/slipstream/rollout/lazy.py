@@ -31,19 +31,11 @@ class PackedTensor(Source):
         self.arrays = arrays
         self.field = field
         self.device = device
+        self.shape = arrays.layout.shape_of(field)
         self.row_shape = field.shape
+        self.dtype = TORCH.dtype(field.dtype.name)
         self._tensor: torch.Tensor | None = None
         self._lock = threading.Lock()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole shape."""
-        return self.arrays.layout.shape_of(self.field)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype."""
-        return TORCH.dtype(self.field.dtype.name)
 
     @property
     def tensor(self) -> torch.Tensor | None:
