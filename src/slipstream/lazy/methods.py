@@ -75,55 +75,30 @@ def replace_methods(lazy: type, plain: type) -> None:
     decoded tensors would be lost.
 
     Args:
-        lazy: The class, with the methods ``call_on_placeholders``, ``call_in_place``, ``decode`` and ``unpack``.
+        lazy: The class, whose methods ``call_...`` take a method of TensorDict and its arguments.
         plain: TensorDict.
     """
     for name in dir(plain):
         method = getattr(plain, name)
         is_in_place = name.endswith("_") and not name.endswith("__")
         if name in _VIEWS:
-            setattr(lazy, name, _view_method(method))
+            setattr(lazy, name, _through("call_on_placeholders", method))
         elif name in _LISTS:
-            setattr(lazy, name, _list_method(method))
+            setattr(lazy, name, _through("call_decoded", method))
         elif name in _LISTS_FOR_OUTER:
             setattr(lazy, name, _outer_list_method(method))
         elif name in _MEMORY:
-            setattr(lazy, name, _memory_method(method))
+            setattr(lazy, name, _through("call_unpacked", method))
         elif is_in_place and name not in _NOT_IN_PLACE:
-            setattr(lazy, name, _in_place_method(method))
+            setattr(lazy, name, _through("call_in_place", method))
 
 
-def _view_method(method: Callable[..., Any]) -> Callable[..., Any]:
+def _through(caller: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def on_placeholders(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.call_on_placeholders(method, args, kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, caller)(method, args, kwargs)
 
-    return on_placeholders
-
-
-def _in_place_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.call_in_place(method, args, kwargs)
-
-    return in_place
-
-
-def _memory_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def on_unpacked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.unpack()
-        return method(self, *args, **kwargs)
-
-    return on_unpacked
-
-
-def _list_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def on_decoded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self.decode(), *args, **kwargs)
-
-    return on_decoded
+    return call
 
 
 def _outer_list_method(method: Callable[..., Any]) -> Callable[..., Any]:

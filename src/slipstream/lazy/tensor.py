@@ -22,11 +22,13 @@ class Source:
         shape: The whole shape.
         row_shape: The shape of one step.
         dtype: The dtype.
+        group: What is equal for tensors whose steps have the same numbers, and can be read together.
     """
 
     shape: tuple[int, ...]
     row_shape: tuple[int, ...]
     dtype: torch.dtype
+    group: int
 
     @property
     def tensor(self) -> Any:
@@ -68,6 +70,7 @@ class Steps:
 
     def of(self, items: NDArray[Any]) -> NDArray[Any]:
         """Return those of some items, one per step, in the shape of the view; not to be written to."""
+        # Most views show all steps in order, and making another array takes some microseconds.
         if self.shape == items.shape and _is_contiguous(self.shape, self.strides):
             return items
         flat = items.ravel()
@@ -131,6 +134,7 @@ class LazyTensor:
     def _find_steps(self) -> Steps | None:
         row_shape = self.source.row_shape
         shape = self.source.shape
+        # The placeholder is made only if it is needed: that takes longer than all the rest of a lazy tensor.
         if self.is_all and 0 not in shape:
             steps = shape[: len(shape) - len(row_shape)]
             return Steps(steps, contiguous_strides(steps), 0)

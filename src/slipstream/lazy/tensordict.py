@@ -58,7 +58,7 @@ class LazyTensorDict(TensorDict):  # type: ignore[misc]
         return [tensor.read() for tensor in tensors]
 
     def read_steps(self, tensors: Sequence[LazyTensor], numbers: torch.Tensor) -> list[Any]:
-        """Read some steps of the sources of several lazy tensors, by their numbers."""
+        """Read some steps of lazy tensors of one group, by their numbers."""
         raise NotImplementedError
 
     @property
@@ -163,6 +163,7 @@ class LazyTensorDict(TensorDict):  # type: ignore[misc]
         def replace(member: Any) -> Any:
             if isinstance(member, LazyTensor):
                 value = values[id(member)]
+                # Reading made new memory, unless the source keeps it.
                 is_new = member.source.tensor is None
             else:
                 value = member
@@ -197,20 +198,21 @@ class LazyTensorDict(TensorDict):  # type: ignore[misc]
             return views[0]
         return type(result)(views)
 
+    def call_decoded(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of TensorDict on decoded tensors."""
+        return method(self.decode(), *args, **kwargs)
+
     @untraced
-    def call_in_place(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of TensorDict that writes to tensors."""
+    def call_unpacked(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of TensorDict that changes tensors, or the memory that they are in."""
         self.unpack()
         return method(self, *args, **kwargs)
+
+    call_in_place = call_unpacked
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Return a block whose writes may be passed on at its end, all at once."""
         return contextlib.nullcontext()
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Set what is under a key, or write to the steps of an index in place."""
-        with self.together():
-            super().__setitem__(index, value)
 
     @untraced
     def _set_str(self, key: str, value: Any, *, inplace: Any, validated: bool, **options: Any) -> Any:
@@ -219,6 +221,7 @@ class LazyTensorDict(TensorDict):  # type: ignore[misc]
             return super()._set_str(key, value, inplace=inplace, validated=validated, **options)
         if not validated:
             value = self._validate_value(value, check_shape=True, non_blocking=False)
+        # The inherited method would write to a decoded tensor, and nobody would see it.
         member.write(value)
         return self
 
@@ -233,33 +236,27 @@ class LazyTensorDict(TensorDict):  # type: ignore[misc]
         return self
 
     def update_(
-        self,
-        input_dict_or_td: Any = None,
-        clone: bool = False,
-        *,
-        keys_to_update: Any = None,
-        non_blocking: bool = False,
-        **values: Any,
+        self, input_dict_or_td: Any = None, clone: bool = False, *, keys_to_update: Any = None, **values: Any
     ) -> Self:
-        """Write several tensors in place. Decodes nothing but what shares memory with them."""
-        wanted = None
-        if keys_to_update is not None:
-            wanted = {as_key(key) for key in keys_to_update}
+        """Write several tensors in place."""
+        values.pop("non_blocking", None)
         items: dict[Any, Any] = {}
-        if input_dict_or_td is not None and input_dict_or_td is not self:
+        if keys_to_update is not None:
+            for key in keys_to_update:
+                items[key] = input_dict_or_td[key]
+        elif input_dict_or_td is not None:
             items.update(input_dict_or_td.items())
-        items.update(values)
+        # Not as TensorDict does, which lists all tensors, and would decode those that are overwritten.
         with self.together():
-            for name, value in items.items():
-                key = as_key(name) or ()
-                if wanted is None or key in wanted:
-                    self._set_tuple(key, value, inplace=True, validated=False, non_blocking=False)
+            for key, value in {**items, **values}.items():
+                self._set_tuple(as_key(key), value, inplace=True, validated=False, non_blocking=False)
         return self
 
     def _apply_nest(self, fn: Any, *others: Any, inplace: bool = False, out: Any = None, **kwargs: Any) -> Any:
         if isinstance(out, LazyTensorDict):
             out.unpack()
         options = {"inplace": inplace, "out": out, **kwargs}
+        # Whatever `fn` returns or changes has to reach the sources.
         if inplace or may_write(fn):
             return self.call_in_place(TensorDict._apply_nest, (fn, *others), options)
         return super()._apply_nest(fn, *others, **options)

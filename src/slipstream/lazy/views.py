@@ -21,7 +21,7 @@ Make = Callable[[Any, dict[str, Any]], Any]
 
 # Not the constructor: it checks every member, and erases names of nested TensorDicts if the outer one has none.
 new_plain = TensorDict._new_unsafe
-# Of any class.
+# The same for any class.
 new_unchecked = new_plain.__func__
 
 
@@ -188,13 +188,13 @@ def plain(members: dict[str, Any], like: Any, device: torch.device | None) -> Te
 def take(packed: Any, index: Any) -> TensorDictBase:
     """Return what an index with tensors selects; decodes only the steps that it touches."""
     # Most tensors show the same steps: compute their numbers once.
-    tensors_of: dict[Steps, list[LazyTensor]] = {}
+    tensors_of: dict[tuple[int, Steps], list[LazyTensor]] = {}
     for tensor in lazy_members(packed):
         steps = tensor.steps
         if steps is not None and len(steps.shape) >= packed.batch_dims and tensor.source.tensor is None:
-            tensors_of.setdefault(steps, []).append(tensor)
+            tensors_of.setdefault((tensor.source.group, steps), []).append(tensor)
     # TensorDict knows the rules for indices, batch sizes and names, so let it index the numbers of the steps.
-    numbers = {str(position): steps.numbers() for position, steps in enumerate(tensors_of)}
+    numbers = {str(position): steps.numbers() for position, (_, steps) in enumerate(tensors_of)}
     indexed = TensorDict(numbers, batch_size=packed.batch_size, names=names_of(packed))[on_host(index)]
     values: dict[int, Any] = {}
     for position, tensors in enumerate(tensors_of.values()):

@@ -418,10 +418,10 @@ class PackedEpisodeStorage(TorchRLContract):
         lock = threading.Lock()
         tensors = {}
         with self.steps.lock:
-            leaves = self.steps.schema.leaves
             objects = self.objects.read(slots)
             if not is_live:
                 found = self.steps.find(slots.reshape(-1))
+            leaves = self.steps.schema.leaves
         for key, leaf in leaves.items():
             if not is_live:
                 make = functools.partial(self._tensor, found, leaf, batch)

@@ -110,29 +110,36 @@ class StoredTensor(Source):
 
     def __post_init__(self) -> None:
         self.shape = self.slots.shape + self.row_shape
-        self.dtype = torch.uint8 if self.leaf is None else self.leaf.torch_dtype
+        # Non-tensor data has none, but its placeholder needs one.
+        self.dtype = torch.uint8
+        if self.leaf is not None:
+            self.dtype = self.leaf.torch_dtype
+        self.group = id(self.slots)
         self._tensor: Any = None
         self._num_writes = self._count_writes()
 
     def _count_writes(self) -> int:
-        return 0 if self.writer is None else self.writer.counts.get(self.key, 0)
+        if self.writer is None:
+            return 0
+        return self.writer.counts.get(self.key, 0)
 
     @property
     def tensor(self) -> Any:
         """All of it, once it was read and unless it was written to since."""
-        return self._tensor if self._num_writes == self._count_writes() else None
+        if self._num_writes != self._count_writes():
+            return None
+        return self._tensor
 
     def unpack(self) -> Any:
         """Return all of it; keep it until there is a write to the storage through this view or a view of it."""
         with self.lock:
-            num_writes = self._count_writes()
-            if self._num_writes != num_writes:
-                self._num_writes = num_writes
-                self._tensor = None
-                self.make = None
-            if self._tensor is None:
-                make = self.make or functools.partial(self.storage.make_leaf, self.slots, self.key)
+            if self.tensor is None:
+                num_writes = self._count_writes()
+                make = self.make
+                if make is None or num_writes != self._num_writes:
+                    make = functools.partial(self.storage.make_leaf, self.slots, self.key)
                 self._tensor = make()
+                self._num_writes = num_writes
                 # It holds on to packed steps, which may have been overwritten.
                 self.make = None
             return self._tensor
@@ -204,21 +211,20 @@ class PackedRows(LazyTensorDict):
     indices it is a copy, which writes change and not the storage.
     """
 
-    storage: PackedEpisodeStorage
     writer: Writer | None = None
     # The slots of a view of all steps of the storage, and its nested key there.
     whole: tuple[Slots, Key] | None = None
 
     def _make(self, like: Any, members: dict[str, Any], device: torch.device | None = None) -> PackedRows:
         other = super()._make(like, members, device)
-        other.__dict__.update(storage=self.storage, writer=self.writer)
+        other.writer = self.writer
         return other
 
     def read_steps(self, tensors: Sequence[LazyTensor], numbers: torch.Tensor) -> list[Any]:
         """Read some steps of several lazy tensors by their numbers."""
-        sources = list(map(_source, tensors))
-        found = self.storage.tensors(sources[0].slots.ravel()[numbers.numpy()])
-        return [found[source.key].unpack() for source in sources]
+        first = _source(tensors[0])
+        found = first.storage.tensors(first.slots.ravel()[numbers.numpy()])
+        return [found[_source(tensor).key].unpack() for tensor in tensors]
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Return a block whose writes are passed on at its end, all at once."""
@@ -254,10 +260,10 @@ class PackedRows(LazyTensorDict):
         key = as_key(index)
         if self.writer is None or (key is not None and self.whole is None):
             super().__setitem__(index, value)
-        elif key is None:
+        elif key is None or self.whole is None:
             with self.together():
                 self._set_steps(index, value)
-        elif self.whole is None or key in self.keys(include_nested=True):
+        elif key in self.keys(include_nested=True):
             self._set_tuple(key, value, inplace=True, validated=False, non_blocking=False)
         elif isinstance(value, dict) or (is_tensor_collection(value) and not is_non_tensor(value)):
             raise ReplayError(f"{'/'.join(key)!r} is not in the storage; add its tensors one by one")
@@ -277,11 +283,10 @@ class PackedRows(LazyTensorDict):
             self._set_at_str(name, item, index, validated=True, non_blocking=False)
 
     def _memmap_(self, *, inplace: bool, **options: Any) -> Any:
-        written: TensorDict = self
-        if not inplace:
-            # Files name the class of a TensorDict, and tensordict reads only its own.
-            written = self.to_tensordict()
-        return TensorDict._memmap_(written, inplace=inplace, **options)
+        if inplace:
+            return super()._memmap_(inplace=True, **options)
+        # Files name the class of a TensorDict, and tensordict reads only its own.
+        return self.to_tensordict()._memmap_(inplace=False, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy elsewhere is one of these steps, not of the whole storage.
@@ -297,17 +302,21 @@ def make_view(storage: PackedEpisodeStorage, slots: Slots, *, is_linked: bool, i
         is_linked: Whether writes reach the storage.
         is_live: Whether it shows what is in the slots when it is read, not what is there now.
     """
-    writer = Writer(storage) if is_linked else None
+    writer = None
+    if is_linked:
+        writer = Writer(storage)
     layout = storage.layout
     batch = torch.Size(slots.shape)
     found: dict[Key, PackedRows] = {}
     sizes = {(): batch + torch.Size(layout.extra), **layout.nodes(batch)}
     for key in sorted(sizes, key=len):
         node = new_unchecked(PackedRows, batch_size=sizes[key], device=storage.device)
-        node.__dict__.update(storage=storage, writer=writer)
+        node.writer = writer
         found[key] = node
         if key:
-            member = layout.kinds[key].from_tensordict(node) if key in layout.kinds else node
+            member: Any = node
+            if key in layout.kinds:
+                member = layout.kinds[key].from_tensordict(node)
             found[key[:-1]].leaves.members[key[-1]] = member
     for key, source in storage.tensors(slots, writer, is_live=is_live).items():
         if key != RAGGED:
@@ -331,9 +340,9 @@ def _locate(view: PackedRows) -> None:
             is_part = source.tensor is None and tensor.placeholder.numel() < math.prod(source.shape)
             if not is_part or tensor.steps is None:
                 continue
-            place = (id(source.slots), tensor.steps)
+            place = (source.group, tensor.steps)
             if place not in located:
-                located[place] = view.storage.tensors(tensor.steps.of(source.slots), view.writer)
+                located[place] = source.storage.tensors(tensor.steps.of(source.slots), source.writer)
             node.leaves.members[name] = LazyTensor(located[place][source.key])
 
 
@@ -345,7 +354,7 @@ def _source(tensor: LazyTensor) -> StoredTensor:
 def _mark_whole(view: PackedRows, slots: Slots, above: Key) -> None:
     """Note that a view and the TensorDicts in it show all steps of the storage."""
     for key, node in nodes(view, above):
-        node.__dict__["whole"] = slots, key
+        node.whole = (slots, key)
 
 
 def _unchanged(steps: TensorDict) -> TensorDict:

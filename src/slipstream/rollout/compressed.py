@@ -119,7 +119,7 @@ class CompressedTensorDict(LazyTensorDict):
 
     def read_steps(self, tensors: Sequence[LazyTensor], numbers: torch.Tensor) -> list[Any]:
         """Read some steps of several lazy tensors; decodes only the groups that they touch."""
-        return read_steps(tensors, numbers)
+        return read_steps(tensors, numbers.reshape(-1).numpy(), tuple(numbers.shape))
 
     @property
     def content(self) -> PackedArrays:

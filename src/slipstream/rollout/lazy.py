@@ -34,6 +34,7 @@ class PackedTensor(Source):
         self.shape = arrays.layout.shape_of(field)
         self.row_shape = field.shape
         self.dtype = TORCH.dtype(field.dtype.name)
+        self.group = id(arrays)
         self._tensor: torch.Tensor | None = None
         self._lock = threading.Lock()
 
@@ -90,38 +91,31 @@ def _restore_tensor(
 def read_together(tensors: Sequence[LazyTensor]) -> list[torch.Tensor]:
     """Read several views at once: those that share an array decode it once, on all threads."""
     found: dict[int, torch.Tensor] = {}
-    joint: dict[tuple[int, Steps], list[int]] = defaultdict(list)
-    for position, tensor in enumerate(tensors):
+    joint: dict[tuple[int, Steps], list[LazyTensor]] = defaultdict(list)
+    for tensor in tensors:
         source: Any = tensor.source
         if source.tensor is not None or tensor.steps is None:
-            found[position] = source.read_alone(tensor)
+            found[id(tensor)] = source.read_alone(tensor)
         else:
-            joint[id(source.arrays), tensor.steps].append(position)
-    for (_, steps), positions in joint.items():
-        sources: list[Any] = [tensors[position].source for position in positions]
-        arrays = sources[0].arrays
-        fields = [source.field for source in sources]
-        parts = arrays.read(fields, steps.selection(arrays.layout.num_steps))
-        for position, source, values in zip(positions, sources, parts, strict=True):
-            found[position] = source.as_tensor(values, tuple(tensors[position].placeholder.shape))
-    return [found[position] for position in range(len(tensors))]
+            joint[source.group, tensor.steps].append(tensor)
+    for (_, steps), views in joint.items():
+        source = views[0].source
+        parts = read_steps(views, steps.selection(source.arrays.layout.num_steps), steps.shape)
+        found.update(zip(map(id, views), parts, strict=True))
+    return [found[id(tensor)] for tensor in tensors]
 
 
-def read_steps(tensors: Sequence[LazyTensor], numbers: torch.Tensor) -> list[torch.Tensor]:
-    """Read some steps of tensors by their numbers; those that share an array decode it once."""
-    flat = numbers.reshape(-1).numpy()
-    found: dict[int, torch.Tensor] = {}
-    by_arrays: dict[int, list[int]] = defaultdict(list)
-    sources: list[Any] = [tensor.source for tensor in tensors]
-    for position, source in enumerate(sources):
-        by_arrays[id(source.arrays)].append(position)
-    for positions in by_arrays.values():
-        fields = [sources[position].field for position in positions]
-        parts = sources[positions[0]].arrays.read(fields, flat)
-        for position, part in zip(positions, parts, strict=True):
-            source = sources[position]
-            found[position] = source.as_tensor(part, (*numbers.shape, *source.row_shape))
-    return [found[position] for position in range(len(tensors))]
+def read_steps(views: Sequence[LazyTensor], chosen: Any, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Read some steps of views of one array; `chosen` is as for `PackedArrays.read`, `shape` is theirs."""
+    sources: list[Any] = []
+    fields = []
+    for view in views:
+        sources.append(view.source)
+        fields.append(sources[-1].field)
+    found = []
+    for source, values in zip(sources, sources[0].arrays.read(fields, chosen), strict=True):
+        found.append(source.as_tensor(values, (*shape, *source.row_shape)))
+    return found
 
 
 def clone_member(member: Any) -> Any:
