@@ -107,7 +107,7 @@ def _outer_list_method(method: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, include_nested: bool = False, leaves_only: bool = False, is_leaf: Any = None, **kwargs: Any
     ) -> Any:
         if _may_write_to_leaves(is_leaf):
-            self.unpack()
+            self.expose(method.__name__)
         return method(self, include_nested, leaves_only, is_leaf, **kwargs)
 
     return on_leaves

@@ -198,6 +198,10 @@ class LazyTensorDict(TensorDict):  # type: ignore[misc]
             return views[0]
         return type(result)(views)
 
+    def expose(self, name: str) -> None:
+        """Prepare for arithmetic, maybe in place, of an outer TensorDict that lists the tensors with a method."""
+        self.unpack()
+
     def call_decoded(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of TensorDict on decoded tensors."""
         return method(self.decode(), *args, **kwargs)

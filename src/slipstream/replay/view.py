@@ -244,6 +244,20 @@ class PackedRows(LazyTensorDict):
             method(copy, *args, **kwargs)
             return self.update_(copy)
 
+    def expose(self, name: str) -> None:
+        """Prepare for arithmetic of an outer TensorDict that lists the tensors with a method.
+
+        Raises:
+            ReplayError: If it is in place: the storage would not see it.
+        """
+        # Arithmetic that makes new tensors lists items.
+        if self.writer is not None and name == "values":
+            raise ReplayError(
+                "steps of a storage are in another TensorDict, whose arithmetic in place would not reach the storage: "
+                "put a clone of them there"
+            )
+        super().expose(name)
+
     def call_on_placeholders(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of TensorDict that returns views on placeholders, and return lazy views."""
         view = super().call_on_placeholders(method, args, kwargs)
