@@ -7,7 +7,6 @@ import functools
 import logging
 import math
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -415,7 +414,6 @@ class PackedEpisodeStorage(TorchRLContract):
         """
         batch = torch.Size(slots.shape)
         make: Callable[[], Any] | None = None
-        lock = threading.Lock()
         tensors = {}
         with self.steps.lock:
             objects = self.objects.read(slots)
@@ -425,12 +423,12 @@ class PackedEpisodeStorage(TorchRLContract):
         for key, leaf in leaves.items():
             if not is_live:
                 make = functools.partial(self._tensor, found, leaf, batch)
-            tensors[key] = StoredTensor(self, writer, slots, key, leaf, leaf.shape, make, lock)
+            tensors[key] = StoredTensor(self, writer, slots, key, leaf, leaf.shape, make)
         for key, cells in objects.items():
             if not is_live:
                 make = functools.partial(self.layout.non_tensor, key, cells)
             inner = self.layout.inner.get(key[:-1], self.layout.extra)
-            tensors[key] = StoredTensor(self, writer, slots, key, None, inner, make, lock)
+            tensors[key] = StoredTensor(self, writer, slots, key, None, inner, make)
         return tensors
 
     def make_leaf(self, slots: Slots, key: Key) -> Any:

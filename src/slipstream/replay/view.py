@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -96,7 +95,6 @@ class StoredTensor(Source):
         leaf: What the tensor is like; None for non-tensor data.
         row_shape: The shape of a step; of non-tensor data, the batch axes after those of steps.
         make: Decodes the steps that were located; None for those that are in the slots when they are read.
-        lock: Held while it is decoded; tensors of a view share one.
     """
 
     storage: PackedEpisodeStorage
@@ -106,7 +104,6 @@ class StoredTensor(Source):
     leaf: Leaf | None
     row_shape: tuple[int, ...]
     make: Callable[[], Any] | None
-    lock: threading.Lock
 
     def __post_init__(self) -> None:
         self.shape = self.slots.shape + self.row_shape
@@ -115,8 +112,8 @@ class StoredTensor(Source):
         if self.leaf is not None:
             self.dtype = self.leaf.torch_dtype
         self.group = id(self.slots)
-        self._tensor: Any = None
-        self._num_writes = self._count_writes()
+        # What was decoded, and after how many writes.
+        self._kept: tuple[int, Any] = (self._count_writes(), None)
 
     def _count_writes(self) -> int:
         if self.writer is None:
@@ -126,23 +123,25 @@ class StoredTensor(Source):
     @property
     def tensor(self) -> Any:
         """All of it, once it was read and unless it was written to since."""
-        if self._num_writes != self._count_writes():
+        num_writes, tensor = self._kept
+        if num_writes != self._count_writes():
             return None
-        return self._tensor
+        return tensor
 
     def unpack(self) -> Any:
         """Return all of it; keep it until there is a write to the storage through this view or a view of it."""
-        with self.lock:
-            if self.tensor is None:
-                num_writes = self._count_writes()
-                make = self.make
-                if make is None or num_writes != self._num_writes:
-                    make = functools.partial(self.storage.make_leaf, self.slots, self.key)
-                self._tensor = make()
-                self._num_writes = num_writes
-                # It holds on to packed steps, which may have been overwritten.
-                self.make = None
-            return self._tensor
+        # Before the look at what is kept, which replaces it. Nothing is locked: threads may both decode the same.
+        make = self.make
+        tensor = self.tensor
+        if tensor is None:
+            num_writes = self._count_writes()
+            if make is None or num_writes != self._kept[0]:
+                make = functools.partial(self.storage.make_leaf, self.slots, self.key)
+            tensor = make()
+            self._kept = (num_writes, tensor)
+            # It holds on to packed steps, which may have been overwritten.
+            self.make = None
+        return tensor
 
     def read(self, view: LazyTensor) -> Any:
         """Return what a view shows of it."""
