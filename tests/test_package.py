@@ -28,6 +28,7 @@ LAYERS = [
     {"spans"},
     {"compiling", "tensors"},
     {"batches"},
+    {"lazy"},
     {"checkpoint", "datasets", "replay", "rollout"},
     {"adapters", "collect"},
     {"train"},

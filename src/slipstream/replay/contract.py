@@ -30,6 +30,7 @@ from slipstream.replay.saving import Saved
 from slipstream.replay.schema import Leaf
 from slipstream.replay.steps import Steps
 from slipstream.replay.storage_state import load_packed, load_state, packed_snapshot, storage_state
+from slipstream.replay.view import make_view
 from slipstream.text import format_bytes
 
 
@@ -141,7 +142,7 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
         slots = self.ring.table()
         if not self.layout.is_tensordict:
             return self._read(slots)
-        return self.view(slots, is_linked=True, is_live=True)
+        return make_view(self, slots, is_linked=True, is_live=True)
 
     @property
     def _storage_keys(self) -> None:

@@ -163,9 +163,3 @@ def is_sliced(index: Any) -> bool:
 def is_block(cursor: Any) -> bool:
     """Return whether a cursor is an index of several axes with slices in it, not places of single steps."""
     return isinstance(cursor, tuple) and any(isinstance(part, slice) or part is Ellipsis for part in cursor)
-
-
-def is_view(index: Any) -> bool:
-    """Return whether indexing a tensor with this returns a view of it, not a copy."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(isinstance(part, (int, np.integer, slice)) or part is Ellipsis for part in parts)

@@ -26,17 +26,17 @@ except ImportError as error:
 
 from slipstream.compiling import untraced
 from slipstream.errors import OutOfRangeError, ReplayError
+from slipstream.lazy.views import makes_view
 from slipstream.replay.batch import Batch, Layout, split, stack_steps, with_time
 from slipstream.replay.contract import TorchRLContract
-from slipstream.replay.indexing import RingShape, is_block, is_single, is_sliced, is_view
-from slipstream.replay.late import Link
+from slipstream.replay.indexing import RingShape, is_block, is_single, is_sliced
 from slipstream.replay.objects import RAGGED, Objects, cells_of
 from slipstream.replay.ring import RingOrder
 from slipstream.replay.roles import Key, Roles, as_key
 from slipstream.replay.saving import Saved
 from slipstream.replay.schema import Leaf, Packing, check_leaf, describe, host_array
 from slipstream.replay.steps import FoundSteps, Steps
-from slipstream.replay.view import make_view
+from slipstream.replay.view import StoredTensor, Writer, make_view
 
 logger = logging.getLogger(__name__)
 
@@ -333,7 +333,7 @@ class PackedEpisodeStorage(TorchRLContract):
                 tensor = torch.as_tensor(value)
                 if key in known:
                     leaf = known[key]
-                    tensor = tensor.to(leaf.torch_dtype).expand(*slots.shape, *leaf.shape)
+                    tensor = tensor.to(leaf.torch_dtype).expand((*slots.shape, *leaf.shape))
                 if tuple(tensor.shape[: slots.ndim]) != slots.shape:
                     raise ReplayError(f"{'/'.join(key)!r} has shape {list(tensor.shape)} for {list(slots.shape)} steps")
                 tensors[key] = tensor
@@ -386,7 +386,7 @@ class PackedEpisodeStorage(TorchRLContract):
         slots = self.slots_at(index)
         if not self.layout.is_tensordict or RAGGED in self.objects.keys:
             return self._read(slots)
-        return self.view(slots, is_linked=is_view(index))
+        return make_view(self, slots, is_linked=makes_view(index))
 
     def _member(self, key: Any) -> Any:
         nested = as_key(key) or ()
@@ -404,39 +404,32 @@ class PackedEpisodeStorage(TorchRLContract):
         tensors = {leaf.key: self._tensor(found, leaf, batch) for leaf in found.schema.leaves.values()}
         return self.layout.build(batch, tensors, objects, self.device)
 
-    def view(self, slots: Slots, *, is_linked: bool, is_live: bool = False) -> Any:
-        """Return the steps in slots ``[...]``, decoded when they are asked for.
+    def tensors(self, slots: Slots, writer: Writer | None = None, *, is_live: bool = False) -> dict[Key, StoredTensor]:
+        """Return the tensors and non-tensor data of the steps in slots ``[...]``, by key.
 
         Args:
             slots: Which.
-            is_linked: Whether changes of what it returns change the storage.
-            is_live: Whether it shows the steps that are in the slots when it is read, not those that are there now.
+            writer: How changes of them reach the storage; None if they do not.
+            is_live: Whether they are those that are in the slots when they are read, not those that are there now.
         """
-        makers: dict[Key, Callable[[], Any]] = {}
-        if is_live:
-            with self.steps.lock:
-                for key in [*self.steps.schema.leaves, *self.objects.keys]:
-                    makers[key] = functools.partial(self.make_leaf, slots, key)
-        else:
-            makers = self.makers(slots)
-        makers.pop(RAGGED, None)
-        link = None
-        if is_linked:
-            link = Link(self, slots, is_whole=slots.size >= len(self))
-        return make_view(self, slots, makers, self.layout, link)
-
-    def makers(self, slots: Slots) -> dict[Key, Callable[[], Any]]:
-        """Return functions that decode the tensors and non-tensor data of the steps in slots ``[...]``, by key."""
-        with self.steps.lock:
-            found = self.steps.find(slots.reshape(-1))
-            objects = self.objects.read(slots)
         batch = torch.Size(slots.shape)
-        makers: dict[Key, Callable[[], Any]] = {}
-        for leaf in found.schema.leaves.values():
-            makers[leaf.key] = functools.partial(self._tensor, found, leaf, batch)
+        make: Callable[[], Any] | None = None
+        tensors = {}
+        with self.steps.lock:
+            objects = self.objects.read(slots)
+            if not is_live:
+                found = self.steps.find(slots.reshape(-1))
+            leaves = self.steps.schema.leaves
+        for key, leaf in leaves.items():
+            if not is_live:
+                make = functools.partial(self._tensor, found, leaf, batch)
+            tensors[key] = StoredTensor(self, writer, slots, key, leaf, leaf.shape, make)
         for key, cells in objects.items():
-            makers[key] = functools.partial(self.layout.non_tensor, key, cells)
-        return makers
+            if not is_live:
+                make = functools.partial(self.layout.non_tensor, key, cells)
+            inner = self.layout.inner.get(key[:-1], self.layout.extra)
+            tensors[key] = StoredTensor(self, writer, slots, key, None, inner, make)
+        return tensors
 
     def make_leaf(self, slots: Slots, key: Key) -> Any:
         """Return one tensor of the steps in slots ``[...]``, decoded, or their non-tensor data."""

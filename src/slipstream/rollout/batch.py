@@ -275,7 +275,9 @@ def build_batch(
         if field.key in arrays:
             tensors[field.key] = tensor_of(arrays[field.key], field.dtype.name, (*lead, *field.shape))
     members = add_nodes(layout, tensors, batch_size, complete=complete)
-    names = layout.names if envs is None else ()
+    names: tuple[str | None, ...] = ()
+    if envs is None:
+        names = layout.names
     try:
         return build(members, batch_size, names=names)
     except (RuntimeError, ValueError) as error:

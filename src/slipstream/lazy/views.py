@@ -1,39 +1,43 @@
-"""Views of a packed TensorDict: tensordict operates on placeholders, and the result is taken for a packed one again."""
+"""Views of a lazy TensorDict: tensordict operates on placeholders, and the result is taken for a lazy one again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, is_tensorclass
 
-from slipstream.rollout.lazy import LazyTensor, Leaves, PackedTensor, Steps
+from slipstream.batches import Key
+from slipstream.lazy.tensor import LazyTensor, Leaves, Source, Steps
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 Make = Callable[[Any, dict[str, Any]], Any]
-"""Makes a packed TensorDict from one with its batch size and names, and its members."""
+"""Makes a lazy TensorDict from one with its batch size and names, and its members."""
 
 # Not the constructor: it checks every member, and erases names of nested TensorDicts if the outer one has none.
 new_plain = TensorDict._new_unsafe
+# The same for any class.
+new_unchecked = new_plain.__func__
 
 
 class Placeholders:
-    """Turns packed TensorDicts into plain ones of placeholders, and views of those into packed TensorDicts.
+    """Turns lazy TensorDicts into plain ones of placeholders, and views of those into lazy TensorDicts.
 
     Args:
-        make: Makes the packed TensorDicts that views become.
+        make: Makes the lazy TensorDicts that views become.
     """
 
     def __init__(self, make: Make) -> None:
         self._make = make
         # What a placeholder stands for, by its storage: views of it have the same.
-        self._sources: dict[int, PackedTensor] = {}
+        self._sources: dict[int, Source] = {}
         self._known: set[int] = set()
-        # The packed TensorDict that each node of the tree stands for.
+        # The lazy TensorDict that each node of the tree stands for.
         self._originals: dict[int, Any] = {}
 
     def add(self, tensor: LazyTensor) -> torch.Tensor:
@@ -44,13 +48,13 @@ class Placeholders:
         return tensor.placeholder
 
     def add_tree(self, packed: Any) -> TensorDictBase:
-        """Return a plain TensorDict that stands for a packed one; tensors that are not lazy are in it themselves."""
+        """Return a plain TensorDict that stands for a lazy one; tensors that are not lazy are in it themselves."""
         members: dict[str, Any] = {}
         for name, member in packed.leaves.members.items():
             if isinstance(member, LazyTensor):
                 members[name] = self.add(member)
             elif is_packed(member):
-                members[name] = self.add_tree(member)
+                members[name] = on_tensordict(member, self.add_tree)
             else:
                 members[name] = member
                 self._know(member)
@@ -85,10 +89,11 @@ class Placeholders:
         """Return the members of a node: lazy tensors instead of placeholders, and packed TensorDicts."""
         members: dict[str, Any] = {}
         for name, value in node.items():
-            if type(value) is TensorDict:
-                members[name] = self.adopt(value)
-            elif isinstance(value, torch.Tensor) and value.is_meta and _storage_of(value) in self._sources:
-                members[name] = LazyTensor(self._sources[_storage_of(value)], value)
+            if isinstance(value, torch.Tensor):
+                source = self._sources.get(_storage_of(value)) if value.is_meta else None
+                members[name] = value if source is None else LazyTensor(source, value)
+            elif type(value) is TensorDict or is_tensorclass(value):
+                members[name] = on_tensordict(value, self.adopt)
             else:
                 members[name] = value
         return members
@@ -118,38 +123,58 @@ class Axes(NamedTuple):
 
 
 def is_packed(member: Any) -> bool:
-    """Return whether a member is a nested TensorDict with lazy members."""
-    return isinstance(getattr(member, "leaves", None), Leaves)
+    """Return whether a member is a lazy TensorDict, or a tensorclass of one."""
+    # First, because tensordict takes a microsecond to tell a tensorclass.
+    if isinstance(member, TensorDict):
+        return isinstance(getattr(member, "leaves", None), Leaves)
+    if isinstance(member, (LazyTensor, torch.Tensor)) or not is_tensorclass(member):
+        return False
+    return is_packed(member._tensordict)
+
+
+def on_tensordict(member: Any, function: Callable[[Any], Any]) -> Any:
+    """Return what a function makes of a TensorDict, or of the one in a tensorclass, which stays one."""
+    if not isinstance(member, TensorDict) and is_tensorclass(member):
+        return type(member).from_tensordict(function(member._tensordict))
+    return function(member)
+
+
+def nodes(packed: Any, above: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield a lazy TensorDict and those in it, with their nested keys."""
+    yield above, packed
+    for name, member in packed.leaves.members.items():
+        if is_packed(member):
+            yield from nodes(member._tensordict if is_tensorclass(member) else member, (*above, name))
 
 
 def flat_members(packed: Any) -> Iterator[Any]:
-    """Yield the lazy and other tensors of a packed TensorDict, nested ones as well."""
-    for member in packed.leaves.members.values():
-        if is_packed(member):
-            yield from flat_members(member)
-        elif isinstance(member, TensorDict):
-            yield from member.values(include_nested=True, leaves_only=True)
-        else:
-            yield member
+    """Yield the lazy and other tensors of a lazy TensorDict, nested ones as well."""
+    for _, node in nodes(packed):
+        for member in node.leaves.members.values():
+            if isinstance(member, TensorDict) and not is_packed(member):
+                yield from member.values(include_nested=True, leaves_only=True)
+            elif not is_packed(member):
+                yield member
 
 
 def lazy_members(packed: Any) -> list[LazyTensor]:
-    """Return the lazy tensors of a packed TensorDict, nested ones as well."""
+    """Return the lazy tensors of a lazy TensorDict, nested ones as well."""
     return [member for member in flat_members(packed) if isinstance(member, LazyTensor)]
 
 
 def rebuild(packed: Any, replace: Callable[[Any], Any], like: Any) -> TensorDictBase:
-    """Return a plain TensorDict with the structure of a packed one, each tensor replaced.
+    """Return a plain TensorDict with the structure of a lazy one, each tensor replaced.
 
     Args:
-        packed: The packed TensorDict.
+        packed: The lazy TensorDict.
         replace: Returns the replacement of a lazy tensor, a tensor or a plain nested TensorDict.
         like: Has the batch size and names of the result; nested ones keep their additional axes.
     """
     members: dict[str, Any] = {}
     for name, member in packed.leaves.members.items():
         if is_packed(member):
-            members[name] = rebuild(member, replace, Axes.nested(packed, member, like))
+            axes = Axes.nested(packed, member, like)
+            members[name] = on_tensordict(member, functools.partial(rebuild, replace=replace, like=axes))
         else:
             members[name] = replace(member)
     return plain(members, like, packed.device)
@@ -161,54 +186,29 @@ def plain(members: dict[str, Any], like: Any, device: torch.device | None) -> Te
 
 
 def take(packed: Any, index: Any) -> TensorDictBase:
-    """Return what an index with tensors selects; decodes only the groups that it touches."""
+    """Return what an index with tensors selects; decodes only the steps that it touches."""
     # Most tensors show the same steps: compute their numbers once.
-    steps_of: dict[int, Steps] = {}
-    lazy = lazy_members(packed)
-    for tensor in lazy:
+    tensors_of: dict[tuple[int, Steps], list[LazyTensor]] = {}
+    for tensor in lazy_members(packed):
         steps = tensor.steps
-        is_indexable = steps is not None and len(steps.shape) >= packed.batch_dims
-        if steps is not None and is_indexable and tensor.source.tensor is None:
-            steps_of[id(tensor)] = steps
-    distinct = list(dict.fromkeys(steps_of.values()))
+        if steps is not None and len(steps.shape) >= packed.batch_dims and tensor.source.tensor is None:
+            tensors_of.setdefault((tensor.source.group, steps), []).append(tensor)
     # TensorDict knows the rules for indices, batch sizes and names, so let it index the numbers of the steps.
-    numbers = {str(position): steps.numbers() for position, steps in enumerate(distinct)}
+    numbers = {str(position): steps.numbers() for position, (_, steps) in enumerate(tensors_of)}
     indexed = TensorDict(numbers, batch_size=packed.batch_size, names=names_of(packed))[on_host(index)]
-    chosen = dict(zip(distinct, indexed.values(), strict=True))
-    values: dict[int, torch.Tensor] = {}
-    for steps, numbers_chosen in chosen.items():
-        members = [tensor for tensor in lazy if steps_of.get(id(tensor)) == steps]
-        values.update(_read_steps(members, numbers_chosen))
+    values: dict[int, Any] = {}
+    for position, tensors in enumerate(tensors_of.values()):
+        parts = packed.read_steps(tensors, indexed.get(str(position)))
+        values.update(zip(map(id, tensors), parts, strict=True))
 
     def replace(member: Any) -> Any:
         if id(member) in values:
             return values[id(member)]
         if isinstance(member, LazyTensor):
             member = member.read()
-        return TensorDict({"value": member}, batch_size=packed.batch_size)[index].get("value")
+        return TensorDict({"value": member}, batch_size=packed.batch_size)[index]._get_str("value", None)
 
     return rebuild(packed, replace, indexed)
-
-
-def _read_steps(tensors: Sequence[LazyTensor], numbers: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Read some steps of tensors by their numbers; returns the values by the `id` of the tensor."""
-    flat = numbers.reshape(-1).numpy()
-    found: dict[int, torch.Tensor] = {}
-    by_arrays: dict[int, list[LazyTensor]] = {}
-    for tensor in tensors:
-        by_arrays.setdefault(id(tensor.source.arrays), []).append(tensor)
-    for group in by_arrays.values():
-        fields = [tensor.source.field for tensor in group]
-        parts = group[0].source.arrays.read(fields, flat)
-        for tensor, part in zip(group, parts, strict=True):
-            shape = (*numbers.shape, *tensor.source.field.shape)
-            found[id(tensor)] = tensor.source.as_tensor(part, shape)
-    return found
-
-
-def clone_member(member: Any) -> Any:
-    """Return a copy of a member that is written to separately."""
-    return member.clone()
 
 
 def share_member(member: Any) -> Any:
@@ -223,6 +223,15 @@ def names_of(tensordict: Any) -> list[str | None] | None:
     names: list[str | None] = list(tensordict.names)
     if any(names):
         return names
+    return None
+
+
+def as_key(index: Any) -> Key | None:
+    """Return an index as a nested key, or None if it is an index of steps."""
+    if isinstance(index, str):
+        return (index,)
+    if isinstance(index, tuple) and index and all(isinstance(part, str) for part in index):
+        return index
     return None
 
 

@@ -1,4 +1,4 @@
-"""The methods of TensorDict that a packed TensorDict has to call differently: views, and operations in place."""
+"""The methods of TensorDict that a lazy TensorDict has to call differently: views, and operations in place."""
 
 from __future__ import annotations
 
@@ -35,14 +35,27 @@ _VIEWS = (
 _LISTS = ("_items_list", "_values_list")
 # Methods with which an outer TensorDict lists the tensors of those that it contains.
 _LISTS_FOR_OUTER = ("items", "values")
-# Methods that end with an underscore, but do not write to tensors, or unpack by themselves what they write to.
+# Methods that change in which memory tensors are, and not their values.
+_MEMORY = (
+    "detach_",
+    "memmap_",
+    "memmap_refresh_",
+    "pin_memory_",
+    "requires_grad_",
+    "share_memory_",
+)
+# Methods that end with an underscore, but do not write to tensors, or call other methods that do.
 _NOT_IN_PLACE = (
     "_memmap_",
+    "apply_",
     "auto_batch_size_",
     "auto_device_",
     "clear_device_",
     "clear_refs_for_compile_",
+    "copy_",
+    "copy_at_",
     "del_",
+    "fill_",
     "filter_empty_",
     "lock_",
     "rename_",
@@ -50,55 +63,42 @@ _NOT_IN_PLACE = (
     "set_",
     "set_at_",
     "unlock_",
+    "update_",
+    "update_at_",
 )
 
 
-def replace_methods(packed: type, plain: type) -> None:
-    """Replace methods that a class of packed TensorDicts inherits from TensorDict.
+def replace_methods(lazy: type, plain: type) -> None:
+    """Replace methods that the class of lazy TensorDicts inherits from TensorDict.
 
     In-place methods are found by their names, so that those of later versions of tensordict are included: a write to
     decoded tensors would be lost.
 
     Args:
-        packed: The class, with the methods ``call_on_placeholders``, ``decode`` and ``unpack``.
+        lazy: The class, whose methods ``call_...`` take a method of TensorDict and its arguments.
         plain: TensorDict.
     """
     for name in dir(plain):
         method = getattr(plain, name)
         is_in_place = name.endswith("_") and not name.endswith("__")
         if name in _VIEWS:
-            setattr(packed, name, _view_method(method))
+            setattr(lazy, name, _through("call_on_placeholders", method))
         elif name in _LISTS:
-            setattr(packed, name, _list_method(method))
+            setattr(lazy, name, _through("call_decoded", method))
         elif name in _LISTS_FOR_OUTER:
-            setattr(packed, name, _outer_list_method(method))
+            setattr(lazy, name, _outer_list_method(method))
+        elif name in _MEMORY:
+            setattr(lazy, name, _through("call_unpacked", method))
         elif is_in_place and name not in _NOT_IN_PLACE:
-            setattr(packed, name, _in_place_method(method))
+            setattr(lazy, name, _through("call_in_place", method))
 
 
-def _view_method(method: Callable[..., Any]) -> Callable[..., Any]:
+def _through(caller: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def on_placeholders(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.call_on_placeholders(method, args, kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, caller)(method, args, kwargs)
 
-    return on_placeholders
-
-
-def _in_place_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def on_unpacked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.unpack()
-        return method(self, *args, **kwargs)
-
-    return on_unpacked
-
-
-def _list_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def on_decoded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self.decode(), *args, **kwargs)
-
-    return on_decoded
+    return call
 
 
 def _outer_list_method(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +107,7 @@ def _outer_list_method(method: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, include_nested: bool = False, leaves_only: bool = False, is_leaf: Any = None, **kwargs: Any
     ) -> Any:
         if _may_write_to_leaves(is_leaf):
-            self.unpack()
+            self.expose(method.__name__)
         return method(self, include_nested, leaves_only, is_leaf, **kwargs)
 
     return on_leaves
