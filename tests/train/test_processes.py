@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream import ConfigurationError
-from slipstream.train.processes import attempt_overrides, settle_devices, torchrun_command
+from slipstream.train.processes import attempt_overrides, connect, settle_devices, torchrun_command
 from tests.train.conftest import small
 
 RESTARTABLE = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "42-a"}
@@ -17,7 +17,7 @@ def job(monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
 
-    for name in ("WORLD_SIZE", *RESTARTABLE):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", *RESTARTABLE):
         monkeypatch.delenv(name, raising=False)
     return set_variables
 
@@ -32,6 +32,27 @@ def test_the_number_of_processes_is_that_of_torchrun_and_a_contradiction_is_refu
         settle_devices(settings, ["devices=2"])
     with pytest.raises(ConfigurationError, match="dist.shards is 0, expected 4, 8 or 16 for 4 processes"):
         settle_devices(small(), [])
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set: start slipstream with torchrun, or unset"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "but MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment, expected a number of at least 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0' in the environment"),
+    ],
+)
+def test_a_launcher_that_says_only_a_part_of_the_place_is_named_with_a_remedy(job, variables, message):
+    job(**variables)
+    with pytest.raises(ConfigurationError, match=message):
+        connect()
+
+
+def test_processes_on_cpus_cannot_connect_by_nccl(job):
+    with pytest.raises(ConfigurationError, match="dist.backend is nccl, expected auto or gloo with device=cpu"):
+        small("dist.shards=4", "devices=2", "dist.backend=nccl", "device=cpu").check()
+    small("dist.shards=4", "dist.backend=nccl", "device=cpu").check()
 
 
 def test_a_job_that_is_never_restarted_has_the_command_line_as_it_is(job):
@@ -58,6 +79,6 @@ def test_a_job_that_may_be_restarted_needs_a_name_that_its_attempts_have_in_comm
 
 
 def test_several_processes_are_started_by_torchrun_with_the_same_arguments():
-    command = torchrun_command(2, ["dist.shards=4", "--json"])
-    assert command[1:4] == ["-m", "torch.distributed.run", "--standalone"]
+    command = torchrun_command(2, ["train", "dist.shards=4", "--json"])
+    assert command[1:4] == ["-m", "slipstream.dist.launch", "--standalone"]
     assert command[4:] == ["--nproc-per-node=2", "-m", "slipstream", "train", "dist.shards=4", "--json"]

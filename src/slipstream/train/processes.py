@@ -7,10 +7,12 @@ through torchrun's store: which kind of group it is depends on the settings, and
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import datetime as dt
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -29,6 +31,8 @@ T = TypeVar("T")
 
 _JOIN_S = 600.0  # until the first process has read the settings: importing torch may take minutes on a shared disk
 _PARTING_S = 20.0  # less than the 30 s after which torchrun kills
+_REMEDY = "start slipstream with torchrun, or unset WORLD_SIZE for a single process"
+_SIGNAL_ON_END_OF_PARENT = 1  # PR_SET_PDEATHSIG of prctl.h
 _START = "start"
 _LEFT = "left"
 
@@ -104,10 +108,24 @@ class Processes:
 
 
 def connect() -> Processes | None:
-    """Return this process among those of its job, or None if it trains by itself."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    """Return this process among those of its job, or None if it trains by itself.
+
+    Raises:
+        ConfigurationError: If a launcher has told this process only a part of its place, or if the processes of the job
+            cannot reach each other.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _stop_with_launcher()
+    if not under_torchrun() or world_size() == 1:
         return None
-    store, rank, world = next(rendezvous("env://", timeout=dt.timedelta(seconds=_JOIN_S)))
+    _require_place()
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=dt.timedelta(seconds=_JOIN_S)))
+    except (RuntimeError, ValueError) as error:
+        # Torch has several exceptions for this, all derived from these.
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).partition("\n")[0]
+        raise ConfigurationError(f"the processes of this job cannot meet at {address} ({reason})") from error
     # torchrun keeps its store when it restarts a job, with all values of the attempts before.
     return Processes(rank, world, PrefixStore(f"slipstream/{_restarts()}", store))
 
@@ -126,6 +144,43 @@ def is_copied(error: BaseException) -> bool:
 def under_torchrun() -> bool:
     """Return whether torchrun, or something like it, started this process."""
     return "WORLD_SIZE" in os.environ
+
+
+def _stop_with_launcher() -> None:
+    """Let this process get SIGTERM when torchrun is killed, on Linux: nobody else would end it, or know of it."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).prctl(_SIGNAL_ON_END_OF_PARENT, int(signal.SIGTERM), 0, 0, 0)
+
+
+def world_size() -> int:
+    """Return how many processes torchrun has started.
+
+    Raises:
+        ConfigurationError: If the environment does not say so in a number.
+    """
+    return _place("WORLD_SIZE", 1)
+
+
+def _require_place() -> None:
+    """Require all variables by which processes find each other.
+
+    Some launchers set a few of them, and others of their own. Torch would say so in a traceback.
+    """
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ConfigurationError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {name} is not set: {_REMEDY}")
+    _place("RANK", 0)
+    _place("MASTER_PORT", 1)
+
+
+def _place(name: str, least: int) -> int:
+    """Return a number that a launcher has put into the environment."""
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigurationError(
+            f"{name} is {text!r} in the environment, expected a number of at least {least}: {_REMEDY}"
+        )
+    return int(text)
 
 
 def torchrun_command(devices: int, arguments: Sequence[str]) -> list[str]:
@@ -153,7 +208,7 @@ def settle_devices(settings: TrainSettings, overrides: Sequence[str]) -> TrainSe
         return settings
     if "devices" in _given(overrides):
         require_devices(settings.devices)
-    settled = dataclasses.replace(settings, devices=int(os.environ["WORLD_SIZE"]))
+    settled = dataclasses.replace(settings, devices=world_size())
     settled.check()
     return settled
 
@@ -164,7 +219,7 @@ def require_devices(devices: int) -> None:
     Raises:
         ConfigurationError: If it has started another number.
     """
-    world = int(os.environ["WORLD_SIZE"])
+    world = world_size()
     if devices != world:
         raise ConfigurationError(
             f"devices is {devices}, but torchrun has started {world}: leave devices out, or start slipstream without "
