@@ -33,6 +33,7 @@ _JOIN_S = 600.0  # until the first process has read the settings: importing torc
 _PARTING_S = 20.0  # less than the 30 s after which torchrun kills
 _REMEDY = "start slipstream with torchrun, or unset WORLD_SIZE for a single process"
 _SIGNAL_ON_END_OF_PARENT = 1  # PR_SET_PDEATHSIG of prctl.h
+_BEGUN = "slipstream/begun"
 _START = "start"
 _LEFT = "left"
 
@@ -115,7 +116,7 @@ def connect() -> Processes | None:
             cannot reach each other.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _stop_with_launcher()
+        _end_with_launcher()
     if not under_torchrun() or world_size() == 1:
         return None
     _require_place()
@@ -146,10 +147,11 @@ def under_torchrun() -> bool:
     return "WORLD_SIZE" in os.environ
 
 
-def _stop_with_launcher() -> None:
-    """Let this process get SIGTERM when torchrun is killed, on Linux: nobody else would end it, or know of it."""
+def _end_with_launcher() -> None:
+    """Let this process be killed when torchrun is, on Linux: nobody else would end it, or know that it still trains."""
+    # Not SIGTERM: Linux sends the signal once for each thread of torchrun, which looks like an impatient user.
     with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).prctl(_SIGNAL_ON_END_OF_PARENT, int(signal.SIGTERM), 0, 0, 0)
+        ctypes.CDLL(None).prctl(_SIGNAL_ON_END_OF_PARENT, int(signal.SIGKILL), 0, 0, 0)
 
 
 def world_size() -> int:
@@ -227,13 +229,18 @@ def require_devices(devices: int) -> None:
         )
 
 
-def attempt_overrides(overrides: Sequence[str]) -> list[str]:
+def attempt_overrides(overrides: Sequence[str], *, has_begun: Callable[[], bool]) -> list[str]:
     """Return the command line for this attempt of a job: one that torchrun has restarted resumes its run.
+
+    Args:
+        overrides: The command line of the job.
+        has_begun: Returns whether an earlier attempt has trained. If none has, the run of that name is another one,
+            which the first attempt refused to continue.
 
     Raises:
         ConfigurationError: If torchrun may restart the job, and the run has no name by which it could be found again.
     """
-    if restarts_left() + _restarts() == 0:
+    if not _is_restartable():
         return list(overrides)
     given = _given(overrides)
     added = []
@@ -247,9 +254,33 @@ def attempt_overrides(overrides: Sequence[str]) -> list[str]:
                 "torchrun"
             )
         added.append(f"name='job-{job}'")
-    if _restarts() and "resume" not in given:
+    if _restarts() and "resume" not in given and has_begun():
         added.append("resume=auto")
     return [*overrides, *added]
+
+
+def remember_begin(processes: Processes | None) -> None:
+    """Let later attempts of this job know that the run is theirs. Call it before training."""
+    if _is_restartable():
+        _job_store(processes).set(_BEGUN, "")
+
+
+def has_begun(processes: Processes | None) -> bool:
+    """Return whether an attempt of this job has called `remember_begin`."""
+    return bool(_job_store(processes).check([_BEGUN]))
+
+
+def _job_store(processes: Processes | None) -> Any:
+    """Return the store that all attempts of a job share."""
+    if processes is not None:
+        return processes.store.underlying_store
+    store, _, _ = next(rendezvous("env://", timeout=dt.timedelta(seconds=_JOIN_S)))
+    return store
+
+
+def _is_restartable() -> bool:
+    """Return whether torchrun restarts this job if a process fails, or has done so."""
+    return restarts_left() + _restarts() > 0
 
 
 def restarts_left() -> int:
