@@ -199,7 +199,8 @@ def test_a_folder_that_is_in_use_ends_all_processes_with_one_sentence(tmp_path):
 
 def test_a_folder_that_the_first_process_cannot_create_ends_all_with_one_sentence(tmp_path):
     (tmp_path / "runs/x").mkdir(parents=True)
-    (tmp_path / "runs/x/rollouts").touch()
+    # For instance, a link to a disk that is not there.
+    (tmp_path / "runs/x/rollouts").symlink_to(tmp_path / "missing/rollouts")
     results = finish(start(tmp_path, 2, *SHARDED, "name=x"))
     assert [code for code, _ in results] == [2, 2]
     assert "slipstream: runs/x/rollouts" in results[0][1]
