@@ -307,7 +307,9 @@ def test_several_processes_give_the_same_result_as_one(run, slipstream, tmp_path
     ],
 )
 def test_what_is_wrong_is_said_once_and_is_the_last_line(run, tmp_path, option, sentence):
-    command = [sys.executable, "-m", "slipstream", "eval", str(run), "devices=2", option]
+    # The processes are those of this package, as the command is, and not of a script that happens to be here.
+    (tmp_path / "slipstream.py").write_text("raise SystemExit('another program')")
+    command = [sys.executable, "-P", "-m", "slipstream", "eval", str(run), "devices=2", option]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"slipstream: {sentence}\n"
