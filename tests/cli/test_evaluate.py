@@ -299,11 +299,20 @@ def test_several_processes_give_the_same_result_as_one(run, slipstream, tmp_path
     assert recorded[0].read_bytes() == recorded[1].read_bytes()
 
 
-def test_what_is_wrong_is_said_once_and_is_the_last_line(run, tmp_path):
-    command = [sys.executable, "-m", "slipstream", "eval", str(run), "devices=2", "--latency", "0.001"]
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--latency=0.001", "latency_s is 0.001, expected 0 or at least a step of 0.1 s"),
+        ("--dropout=2", "--dropout is 2.0, expected a number from 0 to 1"),
+    ],
+)
+def test_what_is_wrong_is_said_once_and_is_the_last_line(run, tmp_path, option, sentence):
+    # The processes are those of this package, as the command is, and not of a script that happens to be here.
+    (tmp_path / "slipstream.py").write_text("raise SystemExit('another program')")
+    command = [sys.executable, "-P", "-m", "slipstream", "eval", str(run), "devices=2", option]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "slipstream: latency_s is 0.001, expected 0 or at least a step of 0.1 s\n"
+    assert done.stderr == f"slipstream: {sentence}\n"
 
 
 @pytest.mark.parametrize("devices", ["0", "-1", "two", "1.5"])

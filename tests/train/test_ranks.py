@@ -87,6 +87,31 @@ def test_a_signal_to_one_process_stops_all_after_the_same_iteration_with_one_che
     assert names == [f"checkpoint_iter_{done}.slip"]
 
 
+# Gets SIGTERM while it evaluates.
+INTERRUPTED = """
+import os, signal
+from slipstream.cli import main
+from slipstream.train import trainer
+run_jobs = trainer.run_jobs
+
+def fly(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return run_jobs(*arguments, **options)
+
+trainer.run_jobs = fly
+main()
+"""
+
+
+def test_a_signal_after_the_last_update_stops_before_the_evaluation_at_the_end(tmp_path):
+    arguments = (*SHARDED, "max_frame_num=128", "eval_interval=1", "name=x")
+    results = finish(start(tmp_path, 2, *arguments, scripts={0: INTERRUPTED}))
+    assert [code for code, _ in results] == [143, 143], results
+    assert "Stopped after 1 of 1 iterations." in results[0][1]
+    assert results[1][1] == ""
+    assert (tmp_path / "runs/x/checkpoints/checkpoint_iter_1.slip").exists()
+
+
 def test_ctrl_c_in_the_terminal_stops_all_processes_and_saves(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "slipstream", "train", *SHARDED, *ENDLESS, "name=x", "devices=2"]
     process = subprocess.Popen(
@@ -169,4 +194,14 @@ def test_a_folder_that_is_in_use_ends_all_processes_with_one_sentence(tmp_path):
         folder.release()
     assert [code for code, _ in results] == [2, 2]
     assert "slipstream: runs/x is in use: another process trains there" in results[0][1]
+    assert results[1][1] == ""
+
+
+def test_a_folder_that_the_first_process_cannot_create_ends_all_with_one_sentence(tmp_path):
+    (tmp_path / "runs/x").mkdir(parents=True)
+    # For instance, a link to a disk that is not there.
+    (tmp_path / "runs/x/rollouts").symlink_to(tmp_path / "missing/rollouts")
+    results = finish(start(tmp_path, 2, *SHARDED, "name=x"))
+    assert [code for code, _ in results] == [2, 2]
+    assert "slipstream: runs/x/rollouts" in results[0][1]
     assert results[1][1] == ""

@@ -111,6 +111,15 @@ def evaluate(
         # No policy is given, so the first argument is a setting already.
         changes.insert(0, checkpoint)
         checkpoint = None
+    sensors = make_sensors(lidar_noise, dropout, latency)
+    if robustness and (shield or sensors.describe()):
+        raise ConfigurationError("--robustness cannot be combined with --shield, --lidar-noise, --dropout or --latency")
+    if compare is not None:
+        if checkpoint is not None or robustness or policy == PLANNER:
+            raise ConfigurationError("--compare takes two policies, expected no other policy and no --robustness")
+        if name is not None and output is None:
+            raise ConfigurationError("--name needs --output here: without it, a comparison is printed and not written")
+    # Not earlier: every process would say what is wrong with the options.
     changes = _settle_devices(changes)
     options = Options(
         overrides=changes,
@@ -122,18 +131,11 @@ def evaluate(
         faithful=faithful,
         shield=shield,
         robustness=robustness,
-        sensors=make_sensors(lidar_noise, dropout, latency),
+        sensors=sensors,
         output=output,
         name=name,
         as_json=json,
     )
-    if robustness and (shield or options.sensors.describe()):
-        raise ConfigurationError("--robustness cannot be combined with --shield, --lidar-noise, --dropout or --latency")
-    if compare is not None:
-        if checkpoint is not None or robustness or policy == PLANNER:
-            raise ConfigurationError("--compare takes two policies, expected no other policy and no --robustness")
-        if name is not None and output is None:
-            raise ConfigurationError("--name needs --output here: without it, a comparison is printed and not written")
     processes = connect()
     with one_voice(processes):
         if compare is None:

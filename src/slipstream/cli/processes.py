@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
@@ -29,6 +30,9 @@ def relaunch(devices: int, arguments: Sequence[str]) -> NoReturn:
 
     # What torchrun would choose as well, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The processes are started by `python -m`, which would prefer a slipstream.py in the current folder.
+    if not {"", str(Path.cwd())}.intersection(sys.path):
+        os.environ["PYTHONSAFEPATH"] = "1"
     sys.stdout.flush()
     command = torchrun_command(devices, arguments)
     os.execv(command[0], command)  # noqa: S606 - our own interpreter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,7 +54,7 @@ def train(
 
 def _train(processes: Processes | None, overrides: Sequence[str], *, cfg: bool, evaluate: bool, json: bool) -> None:
     """Train in this process, which may be one of several."""
-    from slipstream.train.processes import restarts_left, under_torchrun  # noqa: PLC0415 - keeps --help quick
+    from slipstream.train.processes import remember_begin, restarts_left, under_torchrun  # noqa: PLC0415
     from slipstream.train.settings import to_yaml  # noqa: PLC0415
 
     is_first = processes is None or processes.rank == 0
@@ -80,6 +81,8 @@ def _train(processes: Processes | None, overrides: Sequence[str], *, cfg: bool, 
             screen.print(f"resuming {folder.path} from iteration {done}")
         else:
             screen.print(f"starting {folder.path}: {settings.num_iterations} iterations on {settings.torch_device()}")
+        # Not earlier: an attempt that was refused must not make the next one resume somebody else's run.
+        remember_begin(processes)
         with display:
             stopped = trainer.run()
         outcome = _outcome(trainer)
@@ -105,11 +108,12 @@ train.__doc__ = _HELP
 def _find_run(processes: Processes | None, overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
     """Return what `open_run` does, found by the first process."""
     from slipstream.train.folder import RunFolder  # noqa: PLC0415 - keeps --help quick
-    from slipstream.train.processes import attempt_overrides, settle_devices  # noqa: PLC0415
+    from slipstream.train.processes import attempt_overrides, has_begun, settle_devices  # noqa: PLC0415
     from slipstream.train.startup import open_run  # noqa: PLC0415
 
     def find() -> tuple[TrainSettings, Path, bool]:
-        settings, folder, is_resumed = open_run(attempt_overrides(overrides))
+        attempt = attempt_overrides(overrides, has_begun=functools.partial(has_begun, processes))
+        settings, folder, is_resumed = open_run(attempt)
         return settle_devices(settings, overrides), folder.path, is_resumed
 
     settings, path, is_resumed = find() if processes is None else processes.first(find)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -266,7 +267,8 @@ class ShardGroup:
                 partner = 1 - self.rank
             if partner is not None:
                 who = f"rank {partner}"
-            reason = str(error).partition("\n")[0]
+            # Without the place in gloo's source code, and its guesses at the cause.
+            reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
             lost = RankLostError(f"{who} exited or cannot be reached by rank {self.rank} ({reason})")
             lost.rank = partner
             raise lost from error

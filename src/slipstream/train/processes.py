@@ -7,10 +7,12 @@ through torchrun's store: which kind of group it is depends on the settings, and
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import datetime as dt
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -29,6 +31,9 @@ T = TypeVar("T")
 
 _JOIN_S = 600.0  # until the first process has read the settings: importing torch may take minutes on a shared disk
 _PARTING_S = 20.0  # less than the 30 s after which torchrun kills
+_REMEDY = "start slipstream with torchrun, or unset WORLD_SIZE for a single process"
+_SIGNAL_ON_END_OF_PARENT = 1  # PR_SET_PDEATHSIG of prctl.h
+_BEGUN = "slipstream/begun"
 _START = "start"
 _LEFT = "left"
 
@@ -104,10 +109,24 @@ class Processes:
 
 
 def connect() -> Processes | None:
-    """Return this process among those of its job, or None if it trains by itself."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    """Return this process among those of its job, or None if it trains by itself.
+
+    Raises:
+        ConfigurationError: If a launcher has told this process only a part of its place, or if the processes of the job
+            cannot reach each other.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_launcher()
+    if not under_torchrun() or world_size() == 1:
         return None
-    store, rank, world = next(rendezvous("env://", timeout=dt.timedelta(seconds=_JOIN_S)))
+    _require_place()
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=dt.timedelta(seconds=_JOIN_S)))
+    except (RuntimeError, ValueError) as error:
+        # Torch has several exceptions for this, all derived from these.
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).partition("\n")[0]
+        raise ConfigurationError(f"the processes of this job cannot meet at {address} ({reason})") from error
     # torchrun keeps its store when it restarts a job, with all values of the attempts before.
     return Processes(rank, world, PrefixStore(f"slipstream/{_restarts()}", store))
 
@@ -126,6 +145,44 @@ def is_copied(error: BaseException) -> bool:
 def under_torchrun() -> bool:
     """Return whether torchrun, or something like it, started this process."""
     return "WORLD_SIZE" in os.environ
+
+
+def _end_with_launcher() -> None:
+    """Let this process be killed when torchrun is, on Linux: nobody else would end it, or know that it still trains."""
+    # Not SIGTERM: Linux sends the signal once for each thread of torchrun, which looks like an impatient user.
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).prctl(_SIGNAL_ON_END_OF_PARENT, int(signal.SIGKILL), 0, 0, 0)
+
+
+def world_size() -> int:
+    """Return how many processes torchrun has started.
+
+    Raises:
+        ConfigurationError: If the environment does not say so in a number.
+    """
+    return _place("WORLD_SIZE", 1)
+
+
+def _require_place() -> None:
+    """Require all variables by which processes find each other.
+
+    Some launchers set a few of them, and others of their own. Torch would say so in a traceback.
+    """
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ConfigurationError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {name} is not set: {_REMEDY}")
+    _place("RANK", 0)
+    _place("MASTER_PORT", 1)
+
+
+def _place(name: str, least: int) -> int:
+    """Return a number that a launcher has put into the environment."""
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigurationError(
+            f"{name} is {text!r} in the environment, expected a number of at least {least}: {_REMEDY}"
+        )
+    return int(text)
 
 
 def torchrun_command(devices: int, arguments: Sequence[str]) -> list[str]:
@@ -153,7 +210,7 @@ def settle_devices(settings: TrainSettings, overrides: Sequence[str]) -> TrainSe
         return settings
     if "devices" in _given(overrides):
         require_devices(settings.devices)
-    settled = dataclasses.replace(settings, devices=int(os.environ["WORLD_SIZE"]))
+    settled = dataclasses.replace(settings, devices=world_size())
     settled.check()
     return settled
 
@@ -164,7 +221,7 @@ def require_devices(devices: int) -> None:
     Raises:
         ConfigurationError: If it has started another number.
     """
-    world = int(os.environ["WORLD_SIZE"])
+    world = world_size()
     if devices != world:
         raise ConfigurationError(
             f"devices is {devices}, but torchrun has started {world}: leave devices out, or start slipstream without "
@@ -172,13 +229,18 @@ def require_devices(devices: int) -> None:
         )
 
 
-def attempt_overrides(overrides: Sequence[str]) -> list[str]:
+def attempt_overrides(overrides: Sequence[str], *, has_begun: Callable[[], bool]) -> list[str]:
     """Return the command line for this attempt of a job: one that torchrun has restarted resumes its run.
+
+    Args:
+        overrides: The command line of the job.
+        has_begun: Returns whether an earlier attempt has trained. If none has, the run of that name is another one,
+            which the first attempt refused to continue.
 
     Raises:
         ConfigurationError: If torchrun may restart the job, and the run has no name by which it could be found again.
     """
-    if restarts_left() + _restarts() == 0:
+    if not _is_restartable():
         return list(overrides)
     given = _given(overrides)
     added = []
@@ -192,9 +254,33 @@ def attempt_overrides(overrides: Sequence[str]) -> list[str]:
                 "torchrun"
             )
         added.append(f"name='job-{job}'")
-    if _restarts() and "resume" not in given:
+    if _restarts() and "resume" not in given and has_begun():
         added.append("resume=auto")
     return [*overrides, *added]
+
+
+def remember_begin(processes: Processes | None) -> None:
+    """Let later attempts of this job know that the run is theirs. Call it before training."""
+    if _is_restartable():
+        _job_store(processes).set(_BEGUN, "")
+
+
+def has_begun(processes: Processes | None) -> bool:
+    """Return whether an attempt of this job has called `remember_begin`."""
+    return bool(_job_store(processes).check([_BEGUN]))
+
+
+def _job_store(processes: Processes | None) -> Any:
+    """Return the store that all attempts of a job share."""
+    if processes is not None:
+        return processes.store.underlying_store
+    store, _, _ = next(rendezvous("env://", timeout=dt.timedelta(seconds=_JOIN_S)))
+    return store
+
+
+def _is_restartable() -> bool:
+    """Return whether torchrun restarts this job if a process fails, or has done so."""
+    return restarts_left() + _restarts() > 0
 
 
 def restarts_left() -> int:

@@ -248,7 +248,9 @@ class TrainSettings:
         self.dist.check(self.devices, self.env, self.algo)
         if self.name is not None and not _is_folder_name(self.name):
             raise ConfigurationError(f"name is {self.name!r}, expected the name of a folder other than 'last'")
-        self.torch_device()
+        device = self.torch_device()
+        if self.devices > 1 and self.dist.backend == "nccl" and device.type != "cuda":
+            raise ConfigurationError(f"dist.backend is nccl, expected auto or gloo with device={device}")
 
 
 def resolve_precision(precision: str) -> Precision:

@@ -116,10 +116,8 @@ class Trainer:
             compress=settings.compress_checkpoint,
         )
         self.checkpoints.guard(*self.ppo.optimizers().values())
-        self.rollouts: RolloutStorage | None = None
-        self.last_rollouts: RolloutStorage | None = None
-        if self.ranks.is_first:
-            self.rollouts, self.last_rollouts = _make_storages(settings, folder)
+        make_storages = functools.partial(_make_storages, settings, folder, writes=self.ranks.is_first)
+        self.rollouts, self.last_rollouts = self.ranks.together(make_storages)
         self._loggers: list[Logger] = []
         self._saved = 0
         self._changes: list[Change] = []
@@ -198,6 +196,8 @@ class Trainer:
                     self._save(rollout)
         if self.iteration > self._saved:
             self._save_checkpoint(rollout)
+        # A signal may have arrived since the end of the last update, while one process evaluated.
+        self.ranks.take(self.shards.agree(self.ranks.flags()))
 
     def restore(self) -> int:
         """Resume from the newest intact checkpoint of the run; returns its iteration.
@@ -383,10 +383,14 @@ def _is_due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
 
 
-def _make_storages(settings: TrainSettings, folder: RunFolder) -> tuple[RolloutStorage | None, RolloutStorage | None]:
+def _make_storages(
+    settings: TrainSettings, folder: RunFolder, *, writes: bool
+) -> tuple[RolloutStorage | None, RolloutStorage | None]:
     """Return where rollouts go that are kept for themselves, and those that are kept beside checkpoints."""
     level = settings.save_compression_level
     kept = beside = None
+    if not writes:
+        return kept, beside
     if settings.rollout_save_interval:
         kept = RolloutStorage(folder.rollouts, level, keep_last=settings.keep_rollouts)
     if settings.compress_lidar:
