@@ -166,7 +166,7 @@ def world_size() -> int:
 def _require_place() -> None:
     """Require all variables by which processes find each other.
 
-    Some launchers set a few of them, and others of their own. Torch would say so in a traceback.
+    Some launchers set only a few of them, for which torch raises an error of its own.
     """
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
