@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from slipstream import NavRLPolicy, policy_candidate
+from slipstream import NavRLPolicy, RankLostError, policy_candidate
 from slipstream.nav import velocity_from_unit
 from slipstream.train.evaluation.flights import FlightLog, Flown
 from slipstream.train.evaluation.jobs import Job, evaluate, run_jobs
@@ -163,3 +163,9 @@ def test_an_evaluation_flies_on_several_threads_what_it_flies_on_one():
         evaluate(STRAIGHT, small(), MANY_MAPS, episodes=520).flown.log.path_m,
         np.array(run_on(1, [Job(STRAIGHT, MANY_MAPS)], episodes=520)[0][1][3]),
     )
+
+
+def test_a_process_that_does_not_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr("slipstream.train.evaluation.flying._PATIENCE_S", 0.3)
+    with pytest.raises(RankLostError, match="rank 1 has not answered for"):
+        run_jobs([Job(STILL, EMPTY)], small(), episodes=4, processes=Rank(0, 2, HashStore()))

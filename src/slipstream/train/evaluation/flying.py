@@ -13,7 +13,8 @@ import torch
 
 from slipstream.dist.group import portable
 from slipstream.dist.threads import on_one_thread_each
-from slipstream.text import list_first
+from slipstream.errors import RankLostError
+from slipstream.text import format_seconds, list_first
 from slipstream.train.evaluation.flights import (
     Flights,
     Flown,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from slipstream.train.evaluation.jobs import Job
 
 _POLL_S = 0.1  # how often the first process looks whether the others are done
+_BEAT_S = 5.0  # how often the others say that they are busy
+_PATIENCE_S = 600.0  # far more than starting to fly and a step take
 
 
 class Together(Protocol):
@@ -104,6 +107,7 @@ def fly_together(
     Raises:
         Exception: The first exception of a thread. If another process fails, the first one raises its exception, with a
             note that names the process.
+        RankLostError: If another process does not answer.
     """
     tasks: list[_Task] = []
     for number, plan in enumerate(plans):
@@ -161,8 +165,7 @@ def _fly_tasks(
             # Otherwise Ctrl-C would wait until the other threads have flown to the end.
             if has_failed.is_set():
                 raise _StoppedError
-            if place is not None:
-                progress.update(number, place, ended)
+            progress.update(number, place, ended)
 
         progress.start(number)
         if place is None:
@@ -203,8 +206,10 @@ class _Progress:
             if number not in self._shown:
                 self._shown[number] = self._start(self._plans[number].title)
 
-    def update(self, number: int, place: int, ended: int) -> None:
-        """Show how many flights of a simulation have ended."""
+    def update(self, number: int, place: int | None, ended: int) -> None:
+        """Show how many flights of a simulation have ended, if they are counted."""
+        if place is None:
+            return
         with self._lock:
             self._ended[number][place] = ended
             show = self._shown[number]
@@ -231,8 +236,11 @@ class _SharedProgress:
     def start(self, number: int) -> None:
         """Do nothing: all jobs are shown as one."""
 
-    def update(self, number: int, place: int, ended: int) -> None:
-        """Count how many flights of a simulation have ended."""
+    def update(self, number: int, place: int | None, ended: int) -> None:
+        """Count how many flights of a simulation have ended, if they are counted."""
+        self._shared.beat()
+        if place is None:
+            return
         new = ended - self._ended.get((number, place), 0)
         self._ended[number, place] = ended
         if new:
@@ -257,10 +265,18 @@ class _Shared:
         # All processes make the same calls, so they find each other by the number of the call.
         call = self._store.add(f"slipstream/flights/calls/{self.rank}", 1)
         self._prefix = f"slipstream/flights/{call}"
+        self._last_beat_s = 0.0
 
     def count(self, name: str, amount: int) -> int:
         """Add to a number that all processes share, and return it."""
         return int(self._store.add(f"{self._prefix}/{name}", amount))
+
+    def beat(self) -> None:
+        """Tell the first process now and then that this one is still flying."""
+        now = time.monotonic()
+        if now - self._last_beat_s > _BEAT_S:
+            self._last_beat_s = now
+            self.count(f"beats/{self.rank}", 1)
 
     def iterate(self, tasks: Sequence[_Task]) -> Iterator[_Task]:
         """Yield tasks that no other process has taken."""
@@ -285,11 +301,19 @@ class _Shared:
 
         Raises:
             Exception: What the other process failed with.
+            RankLostError: If it has not shown any sign of life for minutes.
         """
         key = f"{self._prefix}/{rank}"
+        beats = -1
+        heard_s = time.monotonic()
         # Waiting in the store would time out, and a simulation may take any time.
         while not self._store.check([key]):
             refresh()
+            if (counted := self.count(f"beats/{rank}", 0)) != beats:
+                beats = counted
+                heard_s = time.monotonic()
+            if time.monotonic() - heard_s > _PATIENCE_S:
+                raise RankLostError(f"rank {rank} has not answered for {format_seconds(_PATIENCE_S)}")
             time.sleep(_POLL_S)
         results: _Results | Exception = pickle.loads(self._store.get(key))  # noqa: S301 - from a process of this job
         if isinstance(results, Exception):
