@@ -166,7 +166,7 @@ def world_size() -> int:
 def _require_place() -> None:
     """Require all variables by which processes find each other.
 
-    Some launchers set only a few of them, for which torch raises an error of its own.
+    Some launchers set only a few of them, for which torch raises an error that names no remedy.
     """
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
