@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.train.folder import RunFolder, read_metrics
 from tests.dist.ranks import run_ranks
@@ -205,3 +206,9 @@ def test_a_folder_that_the_first_process_cannot_create_ends_all_with_one_sentenc
     assert [code for code, _ in results] == [2, 2]
     assert "slipstream: runs/x/rollouts" in results[0][1]
     assert results[1][1] == ""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_shards_are_trained_on_gpus(tmp_path):
+    train(tmp_path, min(2, torch.cuda.device_count()), *SHARDED, "name=x", "device=cuda")
+    assert len(read_metrics(tmp_path / "runs/x/metrics.jsonl")) == 6
