@@ -3,6 +3,7 @@
 import contextlib
 import dis
 import functools
+import gc
 import itertools
 import signal
 import sys
@@ -43,16 +44,21 @@ def interrupted_at(point: int) -> Iterator[None]:
             if before.startswith(("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")):
                 passed += 1
                 if passed == point:
-                    # Which raises KeyboardInterrupt, unless the code has asked for something else.
-                    signal.raise_signal(signal.SIGINT)
+                    # What Python would call, which raises KeyboardInterrupt unless our code waits with that. A signal
+                    # could arrive later than here, if there are other threads.
+                    handler: Any = signal.getsignal(signal.SIGINT)
+                    handler(signal.SIGINT, frame)
         return trace
 
     before = sys.gettrace()
+    # Python ignores what is raised while it frees cycles, so nothing may be freed at the chosen point.
+    gc.disable()
     sys.settrace(trace)
     try:
         yield
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 def interruptions(action: Callable[[], object]) -> Iterator[int]:
