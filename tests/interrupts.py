@@ -3,7 +3,6 @@
 import contextlib
 import dis
 import functools
-import gc
 import itertools
 import signal
 import sys
@@ -51,14 +50,11 @@ def interrupted_at(point: int) -> Iterator[None]:
         return trace
 
     before = sys.gettrace()
-    # Python ignores what is raised while it frees cycles, so nothing may be freed at the chosen point.
-    gc.disable()
     sys.settrace(trace)
     try:
         yield
     finally:
         sys.settrace(before)
-        gc.enable()
 
 
 def interruptions(action: Callable[[], object]) -> Iterator[int]:
