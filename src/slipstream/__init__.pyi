@@ -3,6 +3,8 @@
 
 from .adapters.sb3_her import SB3HerReplayBuffer as SB3HerReplayBuffer
 from .adapters.sb3_replay import SB3ReplayBuffer as SB3ReplayBuffer
+from .checkpoint.buffers import pack_state as pack_state
+from .checkpoint.buffers import unpack_state as unpack_state
 from .checkpoint.convert import convert_checkpoint as convert_checkpoint
 from .checkpoint.diff import compare_checkpoints as compare_checkpoints
 from .checkpoint.inspect import inspect_checkpoint as inspect_checkpoint

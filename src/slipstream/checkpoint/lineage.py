@@ -23,10 +23,10 @@ class EntryReader:
     """Reads entries of a native checkpoint by name. Opens the parents of a delta when it needs them.
 
     Args:
-        path: The file.
+        path: The file; or an open container, such as one in memory, which `close` closes.
 
     Raises:
-        CorruptFileError: If it is not an intact native checkpoint.
+        CorruptFileError: If it is not an intact native checkpoint, or a delta in memory, where it has no parents.
         FormatVersionError: If another version of the format wrote it.
 
     Attributes:
@@ -36,15 +36,17 @@ class EntryReader:
         own: The entries in this file by name, without those that are only in the parents.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.container = Container(path)
+    def __init__(self, path: str | os.PathLike[str] | Container) -> None:
+        if not isinstance(path, Container):
+            path = Container(path)
+        self.container = path
         self._parent: Self | None = None
         self.own = self.container.entries
         try:
-            with naming(path):
+            with naming(self.container.path):
                 self.header = self._read_header()
                 self.structure: Json = self.container.values["state"]
-        except (CorruptFileError, FormatVersionError):
+        except BaseException:
             self.container.close()
             raise
 
@@ -56,6 +58,12 @@ class EntryReader:
         for name in header.entries:
             if name not in self.own and name not in header.same:
                 raise CorruptFileError(f"the state needs entry {name[:200]!r}, which is missing")
+        # Parents are looked for in the folder of a file. What is in memory may come from anyone and has no folder.
+        if header.parents and self.container.is_in_memory:
+            raise CorruptFileError(
+                f"is stored against another checkpoint ({header.parents[0].file[:80]!r}), which it does not contain; "
+                "load the file where its parents are, and pack the state"
+            )
         return header
 
     def close(self) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from slipstream.schema.structure import Leaf, contiguous_strides, drop_keys, lea
 from slipstream.schema.unflatten import unflatten
 from slipstream.schema.values import Json
 from slipstream.store.index import dump_json
-from slipstream.store.writer import ContainerWriter, write_container
+from slipstream.store.writer import DEFAULT_CHUNK_BYTES, ContainerWriter, write_container
 from slipstream.tensors import TORCH, Regions, View, region_of, with_flags
 from slipstream.threads import background_threads
 
@@ -131,6 +132,56 @@ def write_native(
         UnsupportedStateError: If the state contains anything that cannot be stored as data.
         WriteError: If the file cannot be written.
     """
+    draft = _draft(state, metadata, sequence=sequence, thinned=thinned, compress=compress)
+    # What a delta takes is not known. A packed state takes about four fifths. Freeing what is not needed takes time.
+    expected_bytes = 0
+    if parent is None:
+        expected_bytes = sum(entry.array.nbytes for entry in draft.entries)
+    if compress:
+        expected_bytes = expected_bytes * 3 // 4
+    with write_container(path, kind=KIND, threads=threads, expected_bytes=expected_bytes) as writer:
+        header = _add_draft(writer, draft, parent)
+    content = {entry.name: EntryContent(entry.array, entry.digests) for entry in draft.entries}
+    return StoredState(Path(path), draft.raw_bytes, writer.file_bytes, header, content)
+
+
+def encode_native(state: Any, *, threads: int | None = None, compress: bool = True) -> bytes:
+    """Return the bytes of the file that `write_native` writes, for the same arguments.
+
+    Raises:
+        UnsupportedStateError: If the state contains anything that cannot be stored as data.
+    """
+    draft = _draft(state, None, compress=compress)
+    file = io.BytesIO()
+    writer = ContainerWriter(file, KIND, DEFAULT_CHUNK_BYTES, threads, verify=False)
+    _add_draft(writer, draft, None)
+    writer.finish()
+    return file.getvalue()
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What a checkpoint will contain, before it is known how its entries are stored.
+
+    Attributes:
+        entries: The memory of the state.
+        rows: The table of regions.
+        header: What the file says about itself, as that of a whole checkpoint.
+        texts: State and metadata as JSON.
+        raw_bytes: Size of the regions.
+    """
+
+    entries: Sequence[PlannedEntry]
+    rows: NDArray[np.uint64]
+    header: Header
+    texts: Mapping[str, str]
+    raw_bytes: int
+
+
+def _draft(
+    state: Any, metadata: Json, *, sequence: int | None = None, thinned: Sequence[str] = (), compress: bool
+) -> _Draft:
+    """Plan a checkpoint; see `write_native` for the arguments."""
     if not isinstance(state, Flat):
         state = flatten_state(state)
     small_bytes = _SMALL_BYTES
@@ -138,30 +189,25 @@ def write_native(
         small_bytes = _SMALL_RAW_BYTES
     regions = find_regions(state)
     entries = plan_entries(regions, small_bytes, compress=compress)
-    table = make_table(entries)
+    rows = make_table(entries).to_array()
     texts = {"state": dump_json(state.tree.structure), "metadata": dump_json(metadata)}
-    rows = table.to_array()
     header = Header(
         identity=identify(rows, "\n".join(texts.values()).encode()),
         entries=tuple(entry.name for entry in entries),
         sequence=sequence,
         thinned=tuple(thinned),
     )
-    content = {entry.name: EntryContent(entry.array, entry.digests) for entry in entries}
-    # What a delta takes is not known. A packed state takes about four fifths. Freeing what is not needed takes time.
-    expected_bytes = 0
-    if parent is None:
-        expected_bytes = sum(entry.array.nbytes for entry in entries)
-    if compress:
-        expected_bytes = expected_bytes * 3 // 4
-    with write_container(path, kind=KIND, threads=threads, expected_bytes=expected_bytes) as writer:
-        header = _add_entries(writer, entries, header, parent)
-        writer.add(TABLE, rows, Raw())
-        writer.set(KIND, header.to_json())
-        for name, text in texts.items():
-            writer.set_encoded(name, text)
-    raw_bytes = sum(region.content.nbytes for region in regions)
-    return StoredState(Path(path), raw_bytes, writer.file_bytes, header, content)
+    return _Draft(entries, rows, header, texts, sum(region.content.nbytes for region in regions))
+
+
+def _add_draft(writer: ContainerWriter, draft: _Draft, parent: Parent | None) -> Header:
+    """Add everything in a draft to a container. Returns the complete header."""
+    header = _add_entries(writer, draft.entries, draft.header, parent)
+    writer.add(TABLE, draft.rows, Raw())
+    writer.set(KIND, header.to_json())
+    for name, text in draft.texts.items():
+        writer.set_encoded(name, text)
+    return header
 
 
 @dataclass(frozen=True)
@@ -257,7 +303,7 @@ class NativeFile(NativeReader):
     """Reads a native checkpoint, and builds its state with real tensors.
 
     Args:
-        path: The file.
+        path: The file; or an open container, such as one in memory, which `close` closes.
 
     Raises:
         CorruptFileError: If it is not an intact native checkpoint.
@@ -286,7 +332,11 @@ class NativeFile(NativeReader):
                 structure = select_keys(structure, keys)
             if drop:
                 structure = drop_keys(structure, drop)
-            leaves = list(leaves_of(structure))
+            return self.build(structure, list(leaves_of(structure)))
+
+    def build(self, structure: Json, leaves: Sequence[tuple[Leaf, Json]]) -> Any:
+        """Read a structure that was made from this file's, whose leaves are known already; otherwise as `load`."""
+        with naming(self.container.path):
             memory = self.read_regions(leaves)
             return unflatten(structure, _build_leaves(leaves, memory), torch=TORCH)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.checkpoint.layout import TABLE, RegionTable, digest_of
+from slipstream.checkpoint.layout import TABLE, RegionTable, check_table_entry, digest_of
 from slipstream.checkpoint.lineage import EntryReader
 from slipstream.codecs import Raw
 from slipstream.errors import CorruptFileError, FormatVersionError, naming
@@ -39,6 +39,7 @@ class NativeReader(EntryReader):
         with naming(self.container.path):
             if TABLE not in self.own:
                 raise CorruptFileError("has no table of regions")
+            check_table_entry(self.own[TABLE])
             return RegionTable.parse(self.container.read(TABLE), len(self.header.entries))
 
     @property

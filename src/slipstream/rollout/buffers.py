@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.checks import require_count
 from slipstream.codecs import Codec
-from slipstream.errors import CorruptFileError
-from slipstream.memory import machine_bytes
 from slipstream.rollout.batch import BatchFile, split_batch
 from slipstream.rollout.files import encode_rollout, zstd_level
 from slipstream.store.base import Buffer
-from slipstream.store.container import Container
+from slipstream.store.packed import check_claim, open_packed, unpacked_limit
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -83,21 +80,13 @@ def unpack_rollout(
         FormatVersionError: If a newer release packed it.
         TypeError: If it is not bytes, a bytearray or a contiguous memoryview.
     """
-    limit = machine_bytes()
-    if max_bytes is not None:
-        limit = require_count("max_bytes", max_bytes)
-    # Without this check, None would mean that the container is a file.
-    if buffer is None:
-        raise TypeError("the buffer is None, expected bytes, a bytearray or a memoryview")
-    container = Container(_NAME, buffer=buffer, max_entry_bytes=limit)
+    limit = unpacked_limit(max_bytes)
+    container = open_packed(buffer, _NAME, max_entry_bytes=limit)
     with BatchFile(container) as file:
         stored_bytes = 0
         for entry in container.entries.values():
             stored_bytes += entry.nbytes
         # The arrays of a valid rollout are about as large as its tensors, or smaller. Forged ones may claim anything.
         needed_bytes = max(file.layout.raw_bytes, stored_bytes // 2)
-        if needed_bytes > limit:
-            raise CorruptFileError(
-                f"{_NAME}: claims {needed_bytes} bytes when unpacked, expected at most max_bytes={limit}"
-            )
+        check_claim(_NAME, needed_bytes, limit)
         return file.load(device)

@@ -119,6 +119,11 @@ class Container:
         return self._identity
 
     @property
+    def is_in_memory(self) -> bool:
+        """Whether it is read from a buffer, and `path` is only a name."""
+        return isinstance(self._file, OpenBuffer)
+
+    @property
     def file_bytes(self) -> int:
         """Size of the whole file."""
         return self._file_bytes
@@ -274,7 +279,7 @@ class Container:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if isinstance(self._file, OpenBuffer):
+        if self.is_in_memory:
             raise TypeError(f"{self.path}: a container in memory cannot be pickled; pickle its bytes instead")
         return _reopen, (self.path.absolute(), self._max_entry_bytes)
 
