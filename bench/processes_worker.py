@@ -26,8 +26,9 @@ from slipstream.nav.env import NavigationEnv
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl import ppo as rl_ppo
 from slipstream.rl.gradients import Metrics
+from slipstream.train.drones import make_collector
 from slipstream.train.settings import compose_settings
-from slipstream.train.shards import Shards, make_collector
+from slipstream.train.shards import Shards
 from slipstream.train.startup import prepare_process
 from slipstream.train.teacher import planner_teacher
 

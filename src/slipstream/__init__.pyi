@@ -19,8 +19,14 @@ from .checkpoint.saver import SaveResult as SaveResult
 from .checkpoint.state import TrainingState as TrainingState
 from .checkpoint.thinning import Thin as Thin
 from .checkpoint.verify import verify_checkpoint as verify_checkpoint
+from .collect.answers import Answer as Answer
+from .collect.answers import run_order as run_order
+from .collect.answers import unpack_answer as unpack_answer
 from .collect.compressed import CompressedDataCollector as CompressedDataCollector
+from .collect.orders import Order as Order
+from .collect.orders import OrderLedger as OrderLedger
 from .collect.pipelined import PipelinedDataCollector as PipelinedDataCollector
+from .collect.ray import RayDataCollector as RayDataCollector
 from .collect.serial import SerialCollector as SerialCollector
 from .datasets.buffer import MultimodalReplayBuffer as MultimodalReplayBuffer
 from .datasets.description import Fields as Fields
@@ -41,6 +47,7 @@ from .errors import JobSkippedError as JobSkippedError
 from .errors import LockedError as LockedError
 from .errors import MissingEntryError as MissingEntryError
 from .errors import NonFiniteError as NonFiniteError
+from .errors import OrderError as OrderError
 from .errors import OutOfRangeError as OutOfRangeError
 from .errors import QueueFullError as QueueFullError
 from .errors import RankLostError as RankLostError

@@ -18,6 +18,7 @@
     ├── RolloutError          (ValueError)    a batch that is not a rollout: no time axis, time first, ragged
     ├── TornStateError        (RuntimeError)  guarded state changed while it was copied; nothing was written
     ├── RankLostError         (RuntimeError)  another process of a distributed run exited or cannot be reached
+    ├── OrderError            (RuntimeError)  a rollout cannot be collected elsewhere; names its shard and index
     ├── LockedError           (TimeoutError)  another process holds a lock; the message says which
     ├── WriteError            (OSError)       a write failed; the previous file is untouched
     │   └── DiskFullError                     ... because there was no space left
@@ -46,6 +47,7 @@ __all__ = [
     "LockedError",
     "MissingEntryError",
     "NonFiniteError",
+    "OrderError",
     "OutOfRangeError",
     "QueueFullError",
     "RankLostError",
@@ -137,6 +139,10 @@ class RankLostError(SlipstreamError, RuntimeError):
     """
 
     rank: int | None = None
+
+
+class OrderError(SlipstreamError, RuntimeError):
+    """A rollout that was ordered failed, was lost too often, or was not ordered at all; the message names it."""
 
 
 class LockedError(SlipstreamError, TimeoutError):

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from slipstream import PPO, ConfigurationError, NavigationEnv, NavRLPolicy, SerialCollector
+from slipstream.collect.randomness import seed_global
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.nav.starts import line_tasks
+from slipstream.train.drones import shard_navigation
 from slipstream.train.folder import RunFolder
 from slipstream.train.schedule import collision_penalty, learning_rate_factor, teacher_coefficient
 from slipstream.train.settings import TrainSettings
-from slipstream.train.shards import shard_navigation
-from slipstream.train.startup import seed_everything
 from slipstream.train.teacher import planner_teacher
 from slipstream.train.trainer import Trainer
 from tests.train.conftest import small
@@ -80,7 +80,7 @@ def test_a_divided_run_leaves_the_number_of_threads_of_the_process_as_it_was(tmp
 
 def hand_written_loop(settings: TrainSettings) -> NavRLPolicy:
     """Train as the trainer does without shards, in as few lines as possible."""
-    seed_everything(settings.seed)
+    seed_global(settings.seed)
     env = NavigationEnv(settings.navigation())
     policy = NavRLPolicy(action_map=velocity_from_unit)
     ppo = PPO(policy, settings.ppo(), teacher=planner_teacher(env.config.lidar))

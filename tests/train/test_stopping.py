@@ -19,7 +19,7 @@ from slipstream.train.trainer import Trainer
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 trainer = Trainer(compose_settings({overrides!r}), RunFolder({run!r}))
-step = trainer.env._step
+step = trainer.shards.env._step
 steps = 0
 
 def block(what):
@@ -36,7 +36,7 @@ def count(tensordict):
         block("in a rollout")
     return step(tensordict)
 
-trainer.env._step = count
+trainer.shards.env._step = count
 trainer.run()
 block("after the last iteration")
 """

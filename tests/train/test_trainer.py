@@ -114,7 +114,7 @@ from slipstream.train.settings import compose_settings
 from slipstream.train.folder import RunFolder
 from slipstream.train.trainer import Trainer
 trainer = Trainer(compose_settings({overrides!r}), RunFolder({str(tmp_path / "killed")!r}))
-step = trainer.env._step
+step = trainer.shards.env._step
 steps = 0
 def count(tensordict):
     global steps
@@ -123,7 +123,7 @@ def count(tensordict):
         trainer.checkpoints.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     return step(tensordict)
-trainer.env._step = count
+trainer.shards.env._step = count
 trainer.run()
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL

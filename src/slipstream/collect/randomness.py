@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,6 +108,13 @@ def warn_of_global_draws() -> Iterator[None]:
 def with_index(cuda: torch.device) -> torch.device:
     """Return a CUDA device with its index: ``cuda`` is the current one."""
     return torch.device("cuda", torch.cuda.current_device() if cuda.index is None else cuda.index)
+
+
+def seed_global(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch, those of all devices included."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:

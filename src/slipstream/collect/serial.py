@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -100,7 +101,7 @@ class SerialCollector:
         """Return the position: copies of the environment's state and of the last observation."""
         return {
             "num_rollouts": self.num_rollouts,
-            "env": self.env.state_dict(),
+            "env": _state_of(self.env),
             "seen": None if self._seen is None else to_state(self._seen),
         }
 
@@ -113,7 +114,7 @@ class SerialCollector:
         missing = {"num_rollouts", "env", "seen"} - set(state)
         if missing:
             raise StateMismatchError(f"the collector's state lacks {', '.join(sorted(missing))}")
-        self.env.load_state_dict(state["env"])
+        _load_state(self.env, state["env"])
         self._seen = None if state["seen"] is None else from_state(state["seen"])
         self.num_rollouts = int(state["num_rollouts"])
 
@@ -127,3 +128,47 @@ class SerialCollector:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def has_state(env: EnvBase) -> bool:
+    """Return whether an environment has a state to continue from: whether its class defines ``state_dict``.
+
+    Every environment of TorchRL has a method of this name, which most inherit from ``torch.nn.Module``: it knows
+    nothing of the simulator.
+    """
+    transform, base = _take_apart(env)
+    if transform is not None:
+        return has_state(base)
+    for kind in type(env).__mro__:
+        if "state_dict" in vars(kind):
+            # A batch of environments has the states of its parts, which may be incomplete.
+            return not kind.__module__.startswith(("torch.", "torchrl."))
+    return False
+
+
+def _state_of(env: EnvBase) -> dict[str, Any]:
+    """Return the state of an environment, that of its transforms and what they transform."""
+    transform, base = _take_apart(env)
+    if transform is None:
+        return dict(env.state_dict())
+    return {"transform": dict(transform.state_dict()), "base": _state_of(base)}
+
+
+def _load_state(env: EnvBase, state: Mapping[str, Any]) -> None:
+    transform, base = _take_apart(env)
+    if transform is None:
+        env.load_state_dict(state)
+        return
+    if set(state) != {"transform", "base"}:
+        raise StateMismatchError("the collector's state is that of an environment without transforms")
+    transform.load_state_dict(state["transform"])
+    _load_state(base, state["base"])
+
+
+def _take_apart(env: EnvBase) -> tuple[Any, EnvBase]:
+    """Return the transforms of an environment and what they transform; None for an environment without transforms."""
+    torchrl: Any = sys.modules.get("torchrl.envs")
+    if torchrl is not None and isinstance(env, torchrl.TransformedEnv):
+        # Its own method returns the state of the transforms alone.
+        return env.transform, env.base_env
+    return None, env

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
+
+import torch
 
 from slipstream.checks import require_choice, require_count, require_number, require_positive
 from slipstream.errors import ConfigurationError
 
 Precision = Literal["float32", "bfloat16"]
+
+# Functions of torch.cpu, which some versions do not have.
+_BFLOAT16_CHECKS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 
 
 @dataclass(frozen=True)
@@ -151,3 +156,14 @@ class PPOConfig:
             )
         # Data of the policy itself has the weight 1 and must not be cut off.
         require_number("max_importance_weight", self.max_importance_weight, 1)
+
+
+def resolve_precision(precision: str) -> Precision:
+    """Return the precision of features; ``auto`` is bfloat16 if the CPU has instructions for it, else float32."""
+    if precision != "auto":
+        return cast("Precision", precision)
+    for name in _BFLOAT16_CHECKS:
+        check = getattr(torch.cpu, name, None)
+        if check is not None and check():
+            return "bfloat16"
+    return "float32"

@@ -92,7 +92,7 @@ RECORDED = frozenset(
     }
 )
 
-# What is written, shown and logged, where, and by how many processes: no effect on what is learned.
+# What is written, shown and logged, where, and by how many processes and actors: no effect on what is learned.
 FREE = frozenset(
     {
         "run_dir",
@@ -112,6 +112,10 @@ FREE = frozenset(
         "devices",
         "dist.backend",
         "dist.timeout_s",
+        "rollouts",
+        "ray.address",
+        "ray.actors",
+        "ray.max_restarts",
         "wandb.mode",
         "wandb.project",
         "wandb.entity",

@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from slipstream.text import plural
+
 LINE_EVERY_S = 10.0
 
 _ROWS = (
@@ -24,6 +26,10 @@ _ROWS = (
     ("entropy", "entropy", "{:.3f}"),
     ("frames", "env_frames", "{:,.0f}"),
     ("frames/s", "rollout_fps", "{:,.0f}"),
+    ("actors", "ray/actors", "{:.0f}"),
+    ("orders in flight", "ray/orders", "{:.0f}"),
+    ("received MB/s", "ray/mb_per_s", "{:.1f}"),
+    ("orders redone", "ray/redone", "{:.0f}"),
     ("checkpoints saved", "ckpt/save_count", "{:.0f}"),
     ("checkpoints queued", "ckpt/queue_size", "{:.0f}"),
 )
@@ -92,5 +98,9 @@ class Display:
         forms = {key: form for _, key, form in _ROWS}
         parts = [f"{name} {forms[key].format(self._known[key])}" for name, key in short.items() if key in self._known]
         frames = f"{self._known['env_frames']:,.0f} frames"
-        queue = f"{self._known.get('ckpt/queue_size', 0):.0f} checkpoints queued"
-        return f"iteration {iteration}/{self._num_iterations}, {frames}, {', '.join([*parts, queue])}"
+        parts.append(f"{self._known.get('ckpt/queue_size', 0):.0f} checkpoints queued")
+        if "ray/actors" in self._known:
+            parts.append(plural(int(self._known["ray/actors"]), "actor"))
+            parts.append(f"{self._known['ray/mb_per_s']:.1f} MB/s")
+            parts.append(f"{self._known['ray/redone']:.0f} orders redone")
+        return f"iteration {iteration}/{self._num_iterations}, {frames}, {', '.join(parts)}"

@@ -158,6 +158,38 @@ class DistSettings:
             )
 
 
+@dataclass
+class RaySettings:
+    """Collecting on the actors of a Ray cluster, with ``rollouts=ray``; see ``conf/train.yaml``."""
+
+    address: str | None = None
+    actors: int = 0
+    max_restarts: int = 5
+
+    def check(self, devices: int, dist: DistSettings) -> None:
+        """Validate these settings.
+
+        Raises:
+            ConfigurationError: If one is invalid, or they do not fit the others.
+        """
+        require_count("ray.actors", self.actors, least=0)
+        require_count("ray.max_restarts", self.max_restarts, least=0)
+        if not dist.shards:
+            raise ConfigurationError("rollouts=ray needs shards to give to the actors: set dist.shards")
+        if devices > 1 and self.address is None:
+            raise ConfigurationError(
+                f"devices is {devices} and ray.address is not set: each process would start Ray for itself; start it "
+                "with `ray start --head`, and set ray.address=auto"
+            )
+
+
+def shards_for(actors: int, env: EnvSettings) -> int:
+    """Return into how many shards to divide a run for a number of actors: no actor should be idle, if possible."""
+    possible = possible_shards(env)
+    enough = [shards for shards in possible if shards >= actors]
+    return min(enough, default=possible[-1])
+
+
 def possible_shards(env: EnvSettings) -> list[int]:
     """Return the numbers of shards that an environment can be divided into."""
     found = []

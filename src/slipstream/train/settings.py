@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from slipstream.checks import require_choice, require_count, require_number
 from slipstream.text import install_hint
+from slipstream.threads import usable_cores
 
 try:
     from hydra import compose, initialize_config_dir
@@ -30,24 +31,30 @@ import torch
 
 from slipstream.errors import ConfigurationError
 from slipstream.nav.config import LidarConfig, NavigationConfig
-from slipstream.rl.config import ActorConfig, CriticConfig, FeatureExtractorConfig, PPOConfig, Precision
+from slipstream.rl.config import (
+    ActorConfig,
+    CriticConfig,
+    FeatureExtractorConfig,
+    PPOConfig,
+    Precision,
+    resolve_precision,
+)
 from slipstream.rl.network import OBSERVATION_SHAPES
 from slipstream.train.groups import (
     AlgoSettings,
     DistSettings,
     EnvDynSettings,
     EnvSettings,
+    RaySettings,
     SensorSettings,
     SimSettings,
     WandbSettings,
+    shards_for,
 )
 
 CONF = Path(__file__).with_name("conf")
 MAX_SEED = 2**63 - 1
 GROUPS = tuple(sorted(path.name for path in CONF.iterdir() if path.is_dir()))
-
-# Functions of torch.cpu, which some versions do not have.
-_BFLOAT16_CHECKS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 
 # The setting that a field of NavigationConfig comes from: errors name what the user has written.
 _SETTING_OF = {
@@ -111,6 +118,8 @@ class TrainSettings:
     tensorboard: bool
     devices: int = 1
     dist: DistSettings = dataclasses.field(default_factory=DistSettings)
+    rollouts: str = "local"
+    ray: RaySettings = dataclasses.field(default_factory=RaySettings)
 
     @property
     def frames_per_iteration(self) -> int:
@@ -121,6 +130,11 @@ class TrainSettings:
     def num_iterations(self) -> int:
         """How many iterations it takes to reach `max_frame_num` frames."""
         return max(1, math.ceil(self.max_frame_num / self.frames_per_iteration))
+
+    @property
+    def num_actors(self) -> int:
+        """How many actors collect with ``rollouts=ray``."""
+        return self.ray.actors or usable_cores()
 
     def navigation(self, **changes: Any) -> NavigationConfig:
         """Return the simulation's configuration, with other values for some of its fields.
@@ -246,19 +260,14 @@ class TrainSettings:
                 f"for each of the {ppo.num_minibatches} minibatches"
             )
         self.dist.check(self.devices, self.env, self.algo)
+        require_choice("rollouts", self.rollouts, ("local", "ray"))
+        if self.rollouts == "ray":
+            self.ray.check(self.devices, self.dist)
         if self.name is not None and not _is_folder_name(self.name):
             raise ConfigurationError(f"name is {self.name!r}, expected the name of a folder other than 'last'")
         device = self.torch_device()
         if self.devices > 1 and self.dist.backend == "nccl" and device.type != "cuda":
             raise ConfigurationError(f"dist.backend is nccl, expected auto or gloo with device={device}")
-
-
-def resolve_precision(precision: str) -> Precision:
-    """Return the precision of features; ``auto`` is bfloat16 if the CPU has instructions for it, else float32."""
-    if precision != "auto":
-        return cast("Precision", precision)
-    checks = (getattr(torch.cpu, name, None) for name in _BFLOAT16_CHECKS)
-    return "bfloat16" if any(check is not None and check() for check in checks) else "float32"
 
 
 def compose_settings(overrides: Sequence[str] = ()) -> TrainSettings:
@@ -302,6 +311,8 @@ def settings_from(values: Mapping[str, Any] | DictConfig, source: str = "the con
         raise ConfigurationError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
     # env.compile=False is a bool in YAML, and becomes 'False' here.
     settings.env.compile = settings.env.compile.lower()
+    if settings.rollouts == "ray" and not settings.dist.shards:
+        settings.dist.shards = shards_for(settings.num_actors, settings.env)
     settings.check()
     return settings
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from slipstream.errors import ConfigurationError
@@ -19,7 +17,7 @@ from slipstream.train.loggers import new_run_id
 from slipstream.train.settings import TrainSettings, compose_settings, override_settings, parse_overrides
 
 # A step of a rollout: observations twice, actions, rewards, statistics.
-_BYTES_PER_STEP = 2200
+BYTES_PER_STEP = 2200
 # The steps, the rollout made of them, and the intermediate results of training.
 _STEPS_HELD = 2.5
 
@@ -71,13 +69,6 @@ def _keep_freed_memory() -> bool:
         return False
     from_heap = any(mallopt(_M_MMAP_THRESHOLD, size) for size in _LARGEST_BLOCKS)
     return bool(from_heap and mallopt(_M_TRIM_THRESHOLD, _LARGEST_BLOCKS[0]))
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and torch. A checkpoint contains the state of each."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
@@ -162,7 +153,7 @@ def require_memory(settings: TrainSettings) -> None:
         ConfigurationError: If they would not.
     """
     device = settings.torch_device()
-    needed = settings.frames_per_iteration * _BYTES_PER_STEP * _STEPS_HELD / settings.devices
+    needed = settings.frames_per_iteration * BYTES_PER_STEP * _STEPS_HELD / settings.devices
     if device.type == "cuda":
         free: int | None = torch.cuda.mem_get_info(device)[0]
     else:

@@ -15,6 +15,7 @@ import torch
 
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import TrainingState
+from slipstream.collect.randomness import seed_global
 from slipstream.nav.env import NavigationEnv
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy
@@ -34,7 +35,7 @@ from slipstream.train.resuming import load_state, log_changes, read_checkpoint
 from slipstream.train.schedule import learning_rate_factor, teacher_coefficient
 from slipstream.train.settings import TrainSettings
 from slipstream.train.shards import Shards, Undivided, make_group, process_device
-from slipstream.train.startup import numerics, require_memory, seed_everything
+from slipstream.train.startup import numerics, require_memory
 from slipstream.train.stopping import stopping_on_signals
 from slipstream.train.teacher import planner_teacher
 
@@ -125,7 +126,7 @@ class Trainer:
     def _make_parts(self, device: torch.device) -> None:
         """Create what learns and what flies."""
         settings = self.settings
-        seed_everything(settings.seed)
+        seed_global(settings.seed)
         policy = NavRLPolicy(action_map=velocity_from_unit).to(device)
         teacher = planner_teacher(settings.navigation().lidar)
         self.ppo = PPO(policy, settings.ppo(), teacher=teacher, compile=settings.algo.compile, group=self.group)
@@ -134,7 +135,6 @@ class Trainer:
             self.shards = Undivided(settings, NavigationEnv(settings.navigation(), device), policy)
         else:
             self.shards = Shards(settings, policy, self.group, device)
-        self.env = self.shards.env
 
     @property
     def iteration(self) -> int:
@@ -311,6 +311,7 @@ class Trainer:
         }
         if self.settings.gpu_memory_limited:
             metrics |= {f"memory/{name}": value for name, value in self.shards.packing().items()}
+        metrics |= {f"ray/{name}": value for name, value in self.shards.remote_stats().items()}
         for one in self._loggers:
             one.log(metrics, self.iteration)
         if self._on_iteration is not None:

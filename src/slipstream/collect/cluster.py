@@ -1,0 +1,87 @@
+"""Connect to Ray, or start it on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from slipstream.errors import ConfigurationError
+from slipstream.text import install_hint
+from slipstream.threads import usable_cores
+
+_LOCAL = "local"
+
+
+def import_ray() -> Any:
+    """Return Ray's module.
+
+    Raises:
+        ImportError: If Ray is not installed; says how to install it.
+    """
+    try:
+        import ray  # noqa: PLC0415 - an optional dependency
+    except ImportError as error:
+        raise ImportError(f"collecting on other machines needs Ray: {install_hint('ray')}") from error
+    return ray
+
+
+def connect(address: str | None, num_cpus: int = 1) -> bool:
+    """Connect this process to Ray; returns whether it was not connected before.
+
+    Args:
+        address: ``auto`` for the cluster that this machine belongs to, ``HOST:PORT`` for another, or ``local`` to start
+            Ray on this machine until this process disconnects. None is the environment variable ``RAY_ADDRESS``, and
+            ``local`` if that is not set.
+        num_cpus: How many CPUs a Ray that is started has to offer at least. They are counted, not reserved.
+
+    Raises:
+        ImportError: If Ray is not installed.
+        ConfigurationError: If there is no cluster at that address.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        return False
+    if address is None:
+        address = os.environ.get("RAY_ADDRESS") or _LOCAL
+    # Its log would interrupt the progress display. What matters of it arrives as exceptions.
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == _LOCAL:
+        options["num_cpus"] = max(num_cpus, usable_cores())
+        options["include_dashboard"] = False
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"cannot connect to Ray at {address!r}: {reason}") from error
+    _print_messages(ray, enabled=False)
+    return True
+
+
+def disconnect() -> None:
+    """Undo a `connect` that returned True. Idempotent."""
+    ray = import_ray()
+    ray.shutdown()
+    _print_messages(ray, enabled=True)
+
+
+def _print_messages(ray: Any, *, enabled: bool) -> None:
+    """Let Ray print a paragraph to stdout when a process of the cluster dies, or not: stdout may be a JSON document."""
+    worker: Any = getattr(getattr(ray, "_private", None), "worker", None)
+    # Ray has no public option for this. Its debugger does the same while it is active.
+    if hasattr(worker, "_worker_logs_enabled"):
+        vars(worker)["_worker_logs_enabled"] = enabled
+
+
+@contextlib.contextmanager
+def connected(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
+    """Connect to Ray for the time of a block; yields Ray's module. See `connect`."""
+    was_connected = not connect(address, num_cpus)
+    ray = import_ray()
+    try:
+        yield ray
+    finally:
+        if not was_connected:
+            disconnect()
