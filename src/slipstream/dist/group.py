@@ -16,6 +16,7 @@ import torch.distributed as torch_dist
 from slipstream.checks import require_count
 from slipstream.dist.threads import on_one_thread_each, share_of_cores
 from slipstream.errors import ConfigurationError, RankLostError
+from slipstream.text import alternatives
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -83,9 +84,9 @@ class ShardGroup:
             raise ConfigurationError(f"shards is {shards}, expected a power of two")
         if shards % self.world:
             valid = [1 << power for power in range(shards.bit_length())]
-            names = ", ".join(map(str, valid[:-1])) + f" or {valid[-1]}" if len(valid) > 1 else "1"
             raise ConfigurationError(
-                f"{shards} shards cannot be divided among {self.world} processes, expected {names} processes"
+                f"{shards} shards cannot be divided among {self.world} processes, expected {alternatives(valid)} "
+                "processes"
             )
         self.shards = shards
         per_rank = shards // self.world
