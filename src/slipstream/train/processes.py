@@ -22,7 +22,7 @@ import torch.distributed as torch_dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from slipstream.dist.group import portable
+from slipstream.dist.group import from_rank, portable
 from slipstream.errors import ConfigurationError
 from slipstream.train.settings import TrainSettings, parse_overrides
 from slipstream.train.shards import process_device
@@ -68,8 +68,7 @@ class Processes:
             return result
         received = pickle.loads(self.store.get(_START))  # noqa: S301 - from a process of the same run
         if isinstance(received, Exception):
-            received.add_note("in rank 0")
-            raise received
+            raise from_rank(received, 0)
         return received  # type: ignore[no-any-return]
 
     def form_group(self, settings: TrainSettings) -> None:
@@ -135,11 +134,6 @@ def take_gpu() -> None:
     """Let ``cuda`` mean another GPU in each process of this machine, as far as there are enough."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
-def is_copied(error: BaseException) -> bool:
-    """Return whether an error happened in another process, which reports it."""
-    return "in rank " in " ".join(getattr(error, "__notes__", ()))
 
 
 def under_torchrun() -> bool:
