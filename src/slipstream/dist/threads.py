@@ -52,5 +52,9 @@ def on_one_thread_each(function: Callable[[T], None], items: Sequence[T], thread
 
 def share_of_cores() -> int:
     """Return how many cores each process on this machine may use."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, usable_cores() // processes)
+    return max(1, usable_cores() // local_world_size())
+
+
+def local_world_size() -> int:
+    """Return how many processes of this job torchrun has started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -25,7 +25,6 @@ from torch.distributed.rendezvous import rendezvous
 from slipstream.dist.group import from_rank, portable
 from slipstream.errors import ConfigurationError
 from slipstream.train.settings import TrainSettings, parse_overrides
-from slipstream.train.shards import process_device
 
 T = TypeVar("T")
 
@@ -130,10 +129,35 @@ def connect() -> Processes | None:
     return Processes(rank, world, PrefixStore(f"slipstream/{_restarts()}", store))
 
 
+def process_device(settings: TrainSettings) -> torch.device:
+    """Return the device of this process: of several processes on a machine with GPUs, each has its own.
+
+    Raises:
+        ConfigurationError: If there are fewer GPUs than processes, or one GPU was chosen for all.
+    """
+    device = settings.torch_device()
+    if device.type != "cuda" or not under_torchrun() or world_size() == 1:
+        return device
+    if ":" in str(device):
+        raise ConfigurationError(f"device is {device}, expected cuda: each process trains on its own GPU")
+    local = _local_rank()
+    if local >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"process {local} of this machine has no GPU, because there are {torch.cuda.device_count()}: start fewer "
+            "processes, or set device=cpu"
+        )
+    return torch.device("cuda", local)
+
+
 def take_gpu() -> None:
     """Let ``cuda`` mean another GPU in each process of this machine, as far as there are enough."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(_local_rank() % torch.cuda.device_count())
+
+
+def _local_rank() -> int:
+    """Return the number of this process among those on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def under_torchrun() -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from slipstream.dist.threads import local_world_size
 from slipstream.errors import ConfigurationError
 from slipstream.text import format_bytes
 from slipstream.threads import usable_cores
@@ -167,7 +168,7 @@ def require_memory(settings: TrainSettings) -> None:
         free: int | None = torch.cuda.mem_get_info(device)[0]
     else:
         free = _free_memory()
-        needed *= min(settings.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        needed *= min(settings.devices, local_world_size())
     if free is not None and needed > free:
         raise ConfigurationError(
             f"env.num_envs={settings.env.num_envs} times algo.training_frame_num={settings.algo.training_frame_num} "

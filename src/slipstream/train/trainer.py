@@ -29,11 +29,12 @@ from slipstream.train.evaluation.scenarios import standard_scenarios
 from slipstream.train.folder import RunFolder
 from slipstream.train.loggers import Logger, make_loggers
 from slipstream.train.performance import PerformanceMonitor
+from slipstream.train.processes import process_device
 from slipstream.train.ranks import Ranks
 from slipstream.train.resuming import load_state, log_changes, read_checkpoint
 from slipstream.train.schedule import learning_rate_factor, teacher_coefficient
 from slipstream.train.settings import TrainSettings
-from slipstream.train.shards import Shards, Undivided, make_group, process_device
+from slipstream.train.shards import Shards, Undivided, make_group
 from slipstream.train.startup import numerics, require_memory, seed_everything
 from slipstream.train.stopping import stopping_on_signals
 from slipstream.train.teacher import planner_teacher
