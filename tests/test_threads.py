@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -122,6 +123,30 @@ def test_the_calling_thread_works_beside_one_thread_less():
     parallel_each(meet, range(3), threads=3)
     assert len(workers) == 3
     assert threading.get_ident() in workers
+
+
+def system_threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list its threads there")
+def test_a_tidy_loop_spares_a_thread_that_may_end_later_and_leaves_none_to_the_system():
+    workers: list[int] = []
+    left: list[set[str]] = []
+
+    def loop() -> None:
+        for _ in range(20):
+            parallel_each(lambda _: workers.append(threading.get_native_id()), range(3), threads=2, tidy=True)
+            left.append(system_threads() & set(map(str, workers)))
+
+    caller = threading.Thread(target=loop)
+    caller.start()
+    caller.join()
+    assert len(workers) == 60
+    assert caller.native_id not in workers
+    assert left == [set()] * 20
+    parallel_each(lambda _: workers.append(threading.get_native_id()), [0], tidy=True)
+    assert workers[-1] == threading.get_native_id()  # the main thread, which ends last
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -123,6 +123,19 @@ def list_first(names: Sequence[str], most: int = 3) -> str:
     return text
 
 
+def alternatives(values: Sequence[object]) -> str:
+    """Return a list of values of which one is expected.
+
+    Example:
+        >>> alternatives([1]), alternatives([1, 2]), alternatives([1, 2, 4])
+        ('1', '1 or 2', '1, 2 or 4')
+    """
+    names = list(map(str, values))
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
 def install_hint(extra: str) -> str:
     """Return the command that installs one of Slipstream's extras.
 

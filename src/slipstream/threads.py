@@ -14,12 +14,14 @@ import functools
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -83,7 +85,9 @@ def parallel_map(function: Callable[[T], R], items: Sequence[T], threads: int | 
         crew.dismiss()
 
 
-def parallel_each(function: Callable[[T], object], items: Sequence[T], threads: int | None = None) -> None:
+def parallel_each(
+    function: Callable[[T], object], items: Sequence[T], threads: int | None = None, *, tidy: bool = False
+) -> None:
     """Call ``function(item)`` for every item on up to `threads` threads, one of which is the caller's.
 
     For work without results. Uses one thread less than `parallel_map`, and hands nothing from thread to thread.
@@ -92,6 +96,8 @@ def parallel_each(function: Callable[[T], object], items: Sequence[T], threads: 
         function: Called once per item. It should release the GIL most of the time.
         items: The arguments. They are started in order.
         threads: Number of threads; `default_threads` if None.
+        tidy: Wait until the system has ended the threads, and spare a caller's thread that may end later: any but the
+            main thread. For libraries that keep data per thread and take a lock when such a thread ends.
 
     Raises:
         BaseException: The first exception of `function`, in the order of the items; Ctrl-C before all others. No
@@ -118,13 +124,16 @@ def parallel_each(function: Callable[[T], object], items: Sequence[T], threads: 
                 errors[-1] = error
 
     helpers: list[threading.Thread] = []
+    takes_part = not tidy or threading.current_thread() is threading.main_thread()
+    count = min(threads or default_threads(), len(items))
     try:
-        _start_threads(helpers, run, min(threads or default_threads(), len(items)) - 1)
-        run()
+        _start_threads(helpers, run, count - takes_part)
+        if takes_part or not helpers:
+            run()
     except BaseException as error:  # noqa: BLE001 - Ctrl-C between two items, raised again below
         errors[-1] = error
     for helper in helpers:
-        helper.join()
+        _join(helper, until_the_end=tidy)
     if errors:
         first = errors[min(errors)]
         try:
@@ -144,6 +153,18 @@ def _start_threads(started: list[threading.Thread], target: Callable[[], object]
         except RuntimeError:
             return
         started.append(thread)
+
+
+def _join(thread: threading.Thread, *, until_the_end: bool) -> None:
+    """Wait for a thread; if asked to, until the system has ended it.
+
+    Before Python 3.13, `join` returns earlier: libraries may still be freeing what they kept for the thread.
+    """
+    thread.join()
+    if not until_the_end or sys.version_info >= (3, 13):
+        return
+    while Path(f"/proc/self/task/{thread.native_id}").exists():
+        os.sched_yield()
 
 
 def _serial_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:

@@ -414,6 +414,38 @@ FORKING = """
 """
 
 
+def test_a_process_is_not_forked_while_frames_are_decoded():
+    """OpenCV would be locked for ever in the child."""
+    command = [sys.executable, "-c", textwrap.dedent(DECODING)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+DECODING = """
+    import os, sys, threading
+    from slipstream.datasets.handles import decode_each
+
+    begun, forking, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def decode(_):
+        begun.set()
+        forking.wait()
+        sum(range(3_000_000))
+        ended.set()
+
+    os.register_at_fork(before=forking.set)
+    thread = threading.Thread(target=decode_each, args=(decode, [0]))
+    thread.start()
+    begun.wait()
+    child = os.fork()
+    if child == 0:
+        decode_each(lambda _: None, range(4), 2)
+        os._exit(0 if ended.is_set() else 1)
+    thread.join()
+    sys.exit(os.waitpid(child, 0)[1] != 0)
+"""
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

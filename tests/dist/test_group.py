@@ -184,16 +184,11 @@ def test_local_shards_are_mapped_in_order_and_the_first_error_is_raised():
         group.map(lambda shard: 1 // (shard - 2))
 
 
+# The device comes first: nccl communicates on the current one.
+PREAMBLE_ON_GPUS = PREAMBLE.replace(
+    'torch_dist.init_process_group("gloo"', 'torch.cuda.set_device(rank)\ntorch_dist.init_process_group("nccl"'
+)
 ON_GPUS = """
-import atexit
-import sys
-import torch
-import torch.distributed as torch_dist
-from slipstream.dist import ShardGroup
-rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-torch.cuda.set_device(rank)
-torch_dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world)
-atexit.register(torch_dist.destroy_process_group)
 group = ShardGroup(4)
 rows = [torch.full((3,), float(shard), device=group.device) for shard in group.local_shards]
 print(group.sum(rows).tolist(), group.any(flag=rank == 1), group.first(lambda: "one"))
@@ -202,4 +197,4 @@ print(group.sum(rows).tolist(), group.any(flag=rank == 1), group.first(lambda: "
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_group_works_on_gpus(tmp_path):
-    assert run_ranks(ON_GPUS, 2, tmp_path) == ["[6.0, 6.0, 6.0] True one\n"] * 2
+    assert run_ranks(PREAMBLE_ON_GPUS + ON_GPUS, 2, tmp_path) == ["[6.0, 6.0, 6.0] True one\n"] * 2

@@ -14,27 +14,10 @@ import torch
 
 from slipstream import load_checkpoint, load_rollout
 from slipstream.train.folder import read_metrics
+from tests.train.conftest import SMALL
 
 HANG_S = 120  # far beyond what anything here takes, also on a busy machine
-SHARDED = (
-    "preset=quick",
-    "env.num_envs=16",
-    "env.num_maps=2",
-    "env.num_obstacles=40",
-    "env.max_episode_length=20",
-    "algo.training_frame_num=8",
-    "algo.num_minibatches=2",
-    "algo.training_epoch_num=1",
-    f"max_frame_num={16 * 8 * 6}",
-    "save_interval=1",
-    "rollout_save_interval=1",
-    "eval_interval=3",
-    "eval_episodes=2",
-    "keep_checkpoints=20",
-    "wandb=disabled",
-    "tensorboard=false",
-    "dist.shards=4",
-)
+SHARDED = (*SMALL, "env.num_maps=2", "eval_interval=3", "eval_episodes=2", "dist.shards=4")
 EACH_TIME_ANEW = ("time", "rollout_fps", "perf/", "ckpt/", "rollouts/", "memory/")
 # How far ahead rollouts had been collected when a checkpoint was saved is a matter of luck.
 AHEAD = {"base", "batches", "orders", "pending", "collecting", "is_updated", "randomness"}

@@ -44,7 +44,7 @@ def one_voice(processes: Processes | None) -> Iterator[None]:
     if processes is None:
         yield
         return
-    from slipstream.train.processes import is_copied  # noqa: PLC0415 - imports torch
+    from slipstream.dist.group import is_copied  # noqa: PLC0415 - imports torch
 
     waits = True
     try:

@@ -17,6 +17,7 @@ from slipstream.collect.answers import pack_failure, run_order
 from slipstream.collect.orders import Order
 from slipstream.collect.randomness import seed_global
 from slipstream.collect.serial import SerialCollector
+from slipstream.dist.threads import numerics
 
 BeforeRollout = Callable[[Any, Order], None]
 """Called with the environment and the order before each rollout, where it is collected."""
@@ -61,7 +62,7 @@ class RolloutActor:
         import ray  # noqa: PLC0415 - this process was started by it
 
         node = ray.get_runtime_context().get_node_id()
-        return {"pid": os.getpid(), "host": platform.node(), "node": node, "slipstream": __version__, **arithmetic()}
+        return {"pid": os.getpid(), "host": platform.node(), "node": node, "slipstream": __version__, **numerics()}
 
     def collect(self, order: tuple[int, int, int], weights: tuple[int, list[Any]] | None, state: bytes | None) -> bytes:
         """Return the answer to an order.
@@ -137,13 +138,3 @@ def load_weights(policy: nn.Module, packed: bytes) -> None:
     policy.load_state_dict(state["weights"])
     for module, training in zip(policy.modules(), state["training"], strict=True):
         module.training = training
-
-
-def arithmetic() -> dict[str, str]:
-    """Return what the last bits of results depend on in this process.
-
-    Example:
-        >>> sorted(arithmetic())
-        ['cpu', 'torch']
-    """
-    return {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()}

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream import __version__
-from slipstream.collect.actor import RolloutActor, arithmetic
+from slipstream.collect.actor import RolloutActor
 from slipstream.collect.cluster import import_ray
 from slipstream.collect.orders import Order
+from slipstream.dist.threads import numerics
 from slipstream.errors import ConfigurationError, OrderError
 from slipstream.text import plural
 
@@ -278,7 +279,7 @@ class Crew:
             )
         self._start_failures = 0
         member.about = about
-        _compare_arithmetic(about)
+        _compare_numerics(about)
         self._divide()
 
     def _divide(self) -> None:
@@ -322,10 +323,10 @@ class Crew:
             self._ray.kill(member.handle)
 
 
-def _compare_arithmetic(about: Mapping[str, str]) -> None:
+def _compare_numerics(about: Mapping[str, str]) -> None:
     """Warn about an actor whose results may have other last bits."""
     differences = []
-    for name, value in arithmetic().items():
+    for name, value in numerics().items():
         if about[name] != value:
             differences.append(f"{name} {about[name]} instead of {value}")
     if differences:

@@ -26,13 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.datasets.filters import decode_chunk
-from slipstream.datasets.handles import Files
+from slipstream.datasets.handles import Files, decode_each
 from slipstream.datasets.opening import dataset
 from slipstream.datasets.storage import REPACK, ChunkTable, FrameKind
 from slipstream.errors import CodecError, CorruptFileError, SlipstreamError
 from slipstream.memory import scratch, scratch_scope
 from slipstream.text import install_hint
-from slipstream.threads import default_threads, parallel_each
+from slipstream.threads import default_threads
 
 try:
     import cv2
@@ -113,7 +113,7 @@ class FrameReader:
             origin = first[inverse]
             repeated = np.flatnonzero(origin != np.arange(len(keys)))
             repeats.append((request.out, places[repeated], places[origin[repeated]]))
-        parallel_each(self._read_block, list(_blocks(groups, part)), count)
+        decode_each(self._read_block, list(_blocks(groups, part)), count)
         for out, to, origin in repeats:
             for target, source in zip(to.tolist(), origin.tolist(), strict=True):
                 out[target] = out[source]

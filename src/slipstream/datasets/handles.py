@@ -12,15 +12,18 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 
 from slipstream.datasets.identity import Identity
 from slipstream.errors import DatasetError
 from slipstream.store.local import open_descriptor
+from slipstream.threads import parallel_each
+
+T = TypeVar("T")
 
 MAX_OPEN = 64
 _MAX_OPEN_HDF5 = 4
@@ -168,25 +171,59 @@ class Files:
             self.close()
 
 
-_forking = threading.local()  # tables that a thread holds while it forks: two may do so at once
+class _Decoding(threading.local):
+    """A lock for each thread, which it holds while frames are decoded for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        with _fork_lock:
+            _decoding_locks.add(self.lock)
+
+
+_fork_lock = threading.RLock()  # held while the process forks: one thread does so at a time, and no lock is added
+_decoding_locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
+_decoding = _Decoding()
+_held: list[threading.RLock] = []  # by the thread that forks
+
+
+def decode_each(function: Callable[[T], object], items: Sequence[T], threads: int | None = None) -> None:
+    """Call a function that uses OpenCV for every item, in parallel; no process is forked meanwhile.
+
+    OpenCV takes a lock when a thread calls it for the first time, and when such a thread ends. A child that is forked
+    while a thread holds this lock would wait for it for ever, in its own first call and with Python's own lock held.
+    So OpenCV is called only by threads that have ended when this returns, and by the main thread, which never does.
+
+    Args:
+        function: Called once per item.
+        items: The arguments.
+        threads: Number of threads; `slipstream.threads.default_threads` if None.
+
+    Raises:
+        BaseException: The first exception of `function`, in the order of the items.
+    """
+    with _decoding.lock:
+        parallel_each(function, items, threads, tidy=True)
 
 
 def _before_fork() -> None:
-    """Wait for reads by HDF5: a child that is born in the middle of one would find HDF5 locked for ever."""
-    _forking.held = list(_tables)
-    for table in _forking.held:
-        table.hdf5_lock.acquire()
+    """Wait for decoding and for reads by HDF5: a child that is born in the middle would find both locked for ever."""
+    _fork_lock.acquire()
+    # In the order in which a read takes them.
+    for lock in [*_decoding_locks, *(table.hdf5_lock for table in list(_tables))]:
+        lock.acquire()
+        _held.append(lock)
 
 
-def _after_fork_in_parent() -> None:
-    while _forking.held:
-        _forking.held.pop().hdf5_lock.release()
+def _after_fork() -> None:
+    while _held:
+        _held.pop().release()
+    _fork_lock.release()
 
 
 def _after_fork_in_child() -> None:
-    _forking.held.clear()
+    _after_fork()
     for table in list(_tables):
         table.forget()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -1,8 +1,9 @@
 """Resize the frames of a file once, into a cache from which they are read at the speed of a copy.
 
-Interrupted at any instant, by an error or by ``kill -9``, it goes on where it was: frames are appended to a file of
-another name, each with its checksum, and every so often the file is flushed and a mark in it moved forward. Whoever
-goes on checks the frames after the mark and drops what is not sound. The file gets its name when it is complete.
+It can be interrupted at any instant, by an error or by ``kill -9``, and the next call continues. Frames are appended to
+a file of another name, each with its checksum. From time to time the file is flushed, and a mark in it moves forward.
+The next call checks the frames after the mark and keeps those before the first damaged one. The complete file gets
+its final name.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Ingested:
-    """What became of a file.
+    """The result of ingesting a file.
 
     Attributes:
         path: The cache.
@@ -84,10 +85,10 @@ def ingest(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> Ingested:
-    """Store the frames of a file resized, once; whoever loads the file afterwards finds them and reads those.
+    """Store the resized frames of a file once; whatever loads the file afterwards reads those instead.
 
-    Blocks until the cache is complete and durable, or finds that it is there and fresh. Goes on where an earlier call
-    was interrupted. Memory holds some megabytes of frames. The source is not touched.
+    Blocks until the cache is complete and durable, or returns at once if there is a fresh one. Continues after an
+    earlier call that was interrupted. Memory holds some megabytes of frames. The source is not touched.
 
     Args:
         path: The recorded file.
@@ -96,7 +97,7 @@ def ingest(
         cameras: Which cameras; all by default.
         folder: Where the cache goes; by default beside the file.
         compress: Pack frames with zstd, losslessly: smaller, and a few times slower to read.
-        overwrite: Make it anew, though it is there and fresh.
+        overwrite: Replace a cache that is still fresh.
         progress: Told how far it is.
         threads: How many threads resize; by default one per core.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.datasets.filters import Filter, can_decode
+from slipstream.datasets.handles import decode_each
 from slipstream.errors import CorruptFileError, DatasetError
 from slipstream.memory import machine_bytes
 from slipstream.text import install_hint
@@ -131,10 +133,14 @@ def frame_kind(data: h5py.Dataset, *, bgr: bool = False) -> tuple[FrameKind, int
 def _picture_size(data: h5py.Dataset) -> tuple[int, int, int]:
     import cv2  # noqa: PLC0415 - only files with pictures need it to be looked at
 
-    try:
-        picture: Any = cv2.imdecode(np.asarray(data[0]), cv2.IMREAD_UNCHANGED)
-    except cv2.error:
-        picture = None
+    pictures: list[Any] = []
+
+    def decode(raw: NDArray[np.uint8]) -> None:
+        with contextlib.suppress(cv2.error):
+            pictures.append(cv2.imdecode(raw, cv2.IMREAD_UNCHANGED))
+
+    decode_each(decode, [np.asarray(data[0])])
+    picture = pictures[0] if pictures else None
     if picture is None:
         raise CorruptFileError(f"{data.file.filename}: {data.name} begins with a picture that cannot be decoded")
     height, width = picture.shape[:2]

@@ -16,9 +16,13 @@ import torch.distributed as torch_dist
 from slipstream.checks import require_count
 from slipstream.dist.threads import on_one_thread_each, share_of_cores
 from slipstream.errors import ConfigurationError, RankLostError
+from slipstream.text import alternatives
 
 T = TypeVar("T")
 R = TypeVar("R")
+E = TypeVar("E", bound=BaseException)
+
+_IN_RANK = "in rank "
 
 
 def shard_seed(seed: int, shard: int) -> int:
@@ -83,9 +87,9 @@ class ShardGroup:
             raise ConfigurationError(f"shards is {shards}, expected a power of two")
         if shards % self.world:
             valid = [1 << power for power in range(shards.bit_length())]
-            names = ", ".join(map(str, valid[:-1])) + f" or {valid[-1]}" if len(valid) > 1 else "1"
             raise ConfigurationError(
-                f"{shards} shards cannot be divided among {self.world} processes, expected {names} processes"
+                f"{shards} shards cannot be divided among {self.world} processes, expected {alternatives(valid)} "
+                "processes"
             )
         self.shards = shards
         per_rank = shards // self.world
@@ -212,8 +216,7 @@ class ShardGroup:
             # The original has a traceback, its copies have none.
             if rank == self.rank and error is not None:
                 raise error
-            found.add_note(f"in rank {rank}")
-            raise found
+            raise from_rank(found, rank)
         return result  # type: ignore[return-value]
 
     def first(self, function: Callable[[], T]) -> T:
@@ -294,3 +297,14 @@ def portable(error: Exception | None) -> Exception | None:
     except Exception:  # noqa: BLE001 - any code may run here, and what is wrong with it does not matter
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+def from_rank(error: E, rank: int) -> E:
+    """Return an exception that another process has raised, with a note that says which one."""
+    error.add_note(f"{_IN_RANK}{rank}")
+    return error
+
+
+def is_copied(error: BaseException) -> bool:
+    """Return whether an error happened in another process, which reports it."""
+    return any(_IN_RANK in note for note in getattr(error, "__notes__", ()))

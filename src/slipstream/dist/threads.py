@@ -52,5 +52,19 @@ def on_one_thread_each(function: Callable[[T], None], items: Sequence[T], thread
 
 def share_of_cores() -> int:
     """Return how many cores each process on this machine may use."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, usable_cores() // processes)
+    return max(1, usable_cores() // local_world_size())
+
+
+def local_world_size() -> int:
+    """Return how many processes of this job torchrun has started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def numerics() -> dict[str, str]:
+    """Return what the last bits of results depend on besides settings: how torch was built, and for which CPU it runs.
+
+    Example:
+        >>> sorted(numerics())
+        ['cpu', 'torch']
+    """
+    return {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()}

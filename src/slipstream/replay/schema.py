@@ -341,7 +341,7 @@ def describe(tensors: Mapping[Key, torch.Tensor], batch_dims: int, roles: Roles)
 def find_twins(leaves: Sequence[Leaf], block: Block) -> list[Leaf]:
     """Find the leaves under ``next`` that mostly repeat the root one step later, in a first block of data."""
     twins = {leaf.key: leaf for leaf in leaves}
-    # From the root down: what is the `next` of one leaf has no row of its own, so it cannot be the frame of another.
+    # From the root down: a leaf that is the `next` of another stores no rows, so it cannot be the frame of a third.
     for leaf in sorted(leaves, key=_depth):
         root = twins.get(leaf.key[1:])
         if leaf.key[0] != NEXT or root is None or RAW in (leaf.kind, root.kind) or root.kind == NEXT:

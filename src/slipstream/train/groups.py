@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from slipstream.checks import require_choice, require_count, require_number
 from slipstream.errors import ConfigurationError
+from slipstream.text import alternatives
 
 _LEAST_TIMEOUT_S = 60.0  # the first process says this often that it is still busy with an evaluation
 
@@ -142,13 +143,13 @@ class DistSettings:
         valid = possible_shards(env)
         if self.shards not in valid:
             raise ConfigurationError(
-                f"dist.shards is {self.shards}, expected 0, {_alternatives(valid)}: a power of two that divides "
+                f"dist.shards is {self.shards}, expected 0, {alternatives(valid)}: a power of two that divides "
                 f"env.num_envs={env.num_envs}, and that divides env.num_maps={env.num_maps} or is a multiple of it"
             )
         if self.shards % devices:
             worlds = [shards for shards in valid if shards <= self.shards]
             raise ConfigurationError(
-                f"devices is {devices}, expected {_alternatives(worlds)} for dist.shards={self.shards}"
+                f"devices is {devices}, expected {alternatives(worlds)} for dist.shards={self.shards}"
             )
         steps = env.num_envs // self.shards * algo.training_frame_num
         if steps < algo.num_minibatches:
@@ -207,15 +208,8 @@ def _missing_shards(devices: int, env: EnvSettings) -> str:
     possible = possible_shards(env)
     valid = [shards for shards in possible if shards % devices == 0]
     if not valid:
-        return f"devices is {devices}, expected {_alternatives(possible)} for env.num_envs={env.num_envs}"
+        return f"devices is {devices}, expected {alternatives(possible)} for env.num_envs={env.num_envs}"
     return (
-        f"dist.shards is 0, expected {_alternatives(valid)} for {devices} processes: set dist.shards={valid[0]}, or "
+        f"dist.shards is 0, expected {alternatives(valid)} for {devices} processes: set dist.shards={valid[0]}, or "
         "more to allow for more processes later"
     )
-
-
-def _alternatives(numbers: list[int]) -> str:
-    names = list(map(str, numbers))
-    if len(names) == 1:
-        return names[0]
-    return f"{', '.join(names[:-1])} or {names[-1]}"

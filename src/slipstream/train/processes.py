@@ -22,10 +22,9 @@ import torch.distributed as torch_dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from slipstream.dist.group import portable
+from slipstream.dist.group import from_rank, portable
 from slipstream.errors import ConfigurationError
 from slipstream.train.settings import TrainSettings, parse_overrides
-from slipstream.train.shards import process_device
 
 T = TypeVar("T")
 
@@ -68,8 +67,7 @@ class Processes:
             return result
         received = pickle.loads(self.store.get(_START))  # noqa: S301 - from a process of the same run
         if isinstance(received, Exception):
-            received.add_note("in rank 0")
-            raise received
+            raise from_rank(received, 0)
         return received  # type: ignore[no-any-return]
 
     def form_group(self, settings: TrainSettings) -> None:
@@ -131,15 +129,35 @@ def connect() -> Processes | None:
     return Processes(rank, world, PrefixStore(f"slipstream/{_restarts()}", store))
 
 
+def process_device(settings: TrainSettings) -> torch.device:
+    """Return the device of this process: of several processes on a machine with GPUs, each has its own.
+
+    Raises:
+        ConfigurationError: If there are fewer GPUs than processes, or one GPU was chosen for all.
+    """
+    device = settings.torch_device()
+    if device.type != "cuda" or not under_torchrun() or world_size() == 1:
+        return device
+    if ":" in str(device):
+        raise ConfigurationError(f"device is {device}, expected cuda: each process trains on its own GPU")
+    local = _local_rank()
+    if local >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"process {local} of this machine has no GPU, because there are {torch.cuda.device_count()}: start fewer "
+            "processes, or set device=cpu"
+        )
+    return torch.device("cuda", local)
+
+
 def take_gpu() -> None:
     """Let ``cuda`` mean another GPU in each process of this machine, as far as there are enough."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(_local_rank() % torch.cuda.device_count())
 
 
-def is_copied(error: BaseException) -> bool:
-    """Return whether an error happened in another process, which reports it."""
-    return "in rank " in " ".join(getattr(error, "__notes__", ()))
+def _local_rank() -> int:
+    """Return the number of this process among those on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def under_torchrun() -> bool:

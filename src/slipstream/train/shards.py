@@ -6,7 +6,6 @@ drones, its random numbers, its collector and its episodes are the same in which
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as torch_dist
 
 from slipstream.dist.group import ShardGroup
-from slipstream.errors import ConfigurationError, StateMismatchError
+from slipstream.errors import StateMismatchError
 from slipstream.nav.env import STATS, NavigationEnv
 from slipstream.rl.network import NavRLPolicy
 from slipstream.rl.objective import SCRATCH_KEYS
@@ -38,26 +37,6 @@ def make_group(settings: TrainSettings) -> ShardGroup | None:
             settings.dist.check(torch_dist.get_world_size(), settings.env, settings.algo)
         return None
     return ShardGroup(settings.dist.shards, threads=settings.num_threads or None)
-
-
-def process_device(settings: TrainSettings) -> torch.device:
-    """Return the device of this process: of several processes on a machine with GPUs, each has its own.
-
-    Raises:
-        ConfigurationError: If there are fewer GPUs than processes, or one GPU was chosen for all.
-    """
-    device = settings.torch_device()
-    if device.type != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return device
-    if ":" in str(device):
-        raise ConfigurationError(f"device is {device}, expected cuda: each process trains on its own GPU")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if local >= torch.cuda.device_count():
-        raise ConfigurationError(
-            f"process {local} of this machine has no GPU, because there are {torch.cuda.device_count()}: start fewer "
-            "processes, or set device=cpu"
-        )
-    return torch.device("cuda", local)
 
 
 class Undivided:

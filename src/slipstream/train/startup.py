@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from slipstream.dist.threads import local_world_size, numerics
 from slipstream.errors import ConfigurationError
 from slipstream.text import format_bytes
 from slipstream.threads import usable_cores
@@ -158,22 +159,12 @@ def require_memory(settings: TrainSettings) -> None:
         free: int | None = torch.cuda.mem_get_info(device)[0]
     else:
         free = _free_memory()
-        needed *= min(settings.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        needed *= min(settings.devices, local_world_size())
     if free is not None and needed > free:
         raise ConfigurationError(
             f"env.num_envs={settings.env.num_envs} times algo.training_frame_num={settings.algo.training_frame_num} "
             f"steps need about {format_bytes(needed)}, and {format_bytes(free)} of memory are free"
         )
-
-
-def numerics() -> dict[str, str]:
-    """Return what the last bits of results depend on besides settings: how torch was built, and for which CPU it runs.
-
-    Example:
-        >>> sorted(numerics())
-        ['cpu', 'torch']
-    """
-    return {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()}
 
 
 def numerics_note(before: Mapping[str, str]) -> str | None:

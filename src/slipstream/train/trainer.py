@@ -16,6 +16,7 @@ import torch
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import TrainingState
 from slipstream.collect.randomness import seed_global
+from slipstream.dist.threads import numerics
 from slipstream.nav.env import NavigationEnv
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy
@@ -30,12 +31,13 @@ from slipstream.train.evaluation.scenarios import standard_scenarios
 from slipstream.train.folder import RunFolder
 from slipstream.train.loggers import Logger, make_loggers
 from slipstream.train.performance import PerformanceMonitor
+from slipstream.train.processes import process_device
 from slipstream.train.ranks import Ranks
 from slipstream.train.resuming import load_state, log_changes, read_checkpoint
 from slipstream.train.schedule import learning_rate_factor, teacher_coefficient
 from slipstream.train.settings import TrainSettings
-from slipstream.train.shards import Shards, Undivided, make_group, process_device
-from slipstream.train.startup import numerics, require_memory
+from slipstream.train.shards import Shards, Undivided, make_group
+from slipstream.train.startup import require_memory
 from slipstream.train.stopping import stopping_on_signals
 from slipstream.train.teacher import planner_teacher
 

@@ -1,4 +1,4 @@
-"""``slipstream data ingest``: frames resized once, and found by whoever loads the file."""
+"""``slipstream data ingest``: resize the frames of a file once, for every program that loads it."""
 # ruff: noqa: PLC0415 - keeps --help quick
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def ingest(
     camera: CameraOption = None,
     action: ActionOption = None,
     episodes: EpisodesOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Make caches anew that are fresh.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace caches that are still fresh.")] = False,
 ) -> None:
     """Store the frames of files resized, once, so that training reads them at the speed of a copy.
 
-    Interrupted, it goes on where it was. A cache is used without being asked for as long as its file does not change.
+    Run it again after an interruption, and it continues. A cache is used automatically until its file changes.
     """
     from slipstream.cli.output import print_lines
     from slipstream.datasets.ingest import ingest as store

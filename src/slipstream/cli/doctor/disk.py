@@ -97,7 +97,7 @@ def locks(folder: Path) -> Finding:
 
 
 def _write_speed(folder: Path, size: int) -> float:
-    """Return bytes per second of writing and flushing a file, which has no name any more while that goes on."""
+    """Return how fast a file without a name is written and flushed, in bytes per second."""
     piece = os.urandom(_PIECE_BYTES)  # a file system that compresses gains nothing by it
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         start = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from slipstream.dist.group import portable
+from slipstream.dist.group import from_rank, portable
 from slipstream.dist.threads import on_one_thread_each
 from slipstream.errors import RankLostError
 from slipstream.text import format_seconds, list_first
@@ -317,6 +317,5 @@ class _Shared:
             time.sleep(_POLL_S)
         results: _Results | Exception = pickle.loads(self._store.get(key))  # noqa: S301 - from a process of this job
         if isinstance(results, Exception):
-            results.add_note(f"in rank {rank}")
-            raise results
+            raise from_rank(results, rank)
         return results
