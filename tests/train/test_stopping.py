@@ -84,7 +84,8 @@ def test_the_second_ctrl_c_interrupts_a_run_that_has_saved_checkpoints(script):
     process.send_signal(signal.SIGINT)
     wait_for_line(process, "SIGINT: finishing this iteration; send it again to stop immediately")
     process.send_signal(signal.SIGINT)
-    assert process.wait() == -signal.SIGINT
+    # Where Ray is installed, TorchRL imports it, and Ray's hook for exceptions makes Python exit with 1.
+    assert process.wait() in (1, -signal.SIGINT)
 
 
 def test_one_sigterm_ends_the_process_after_training(script):

@@ -35,9 +35,9 @@ class RayDataCollector:
     an actor, a process, a node or a result is lost, another actor continues from the state before. Each rollout is
     yielded exactly once, and once more only if a learner that was killed resumes from an older checkpoint.
 
-    If the environment has a ``state_dict``, rollouts are the same bits whatever is lost, on any number of actors. Random
-    numbers depend on the seed, the shard and the number of the rollout: the global generators are seeded before each
-    rollout. An environment without a ``state_dict`` begins new episodes when it continues on another actor.
+    If the environment has a ``state_dict``, rollouts are the same bits whatever is lost, on any number of actors.
+    Random numbers depend on the seed, the shard and the number of the rollout: the global generators are seeded before
+    each rollout. An environment without a ``state_dict`` begins new episodes when it continues on another actor.
 
     Iterating takes the policy's weights before each round and sends them once to each node. Rollouts are collected with
     exploration, as by TorchRL's collectors.

@@ -14,6 +14,30 @@ from slipstream.text import alternatives
 _LEAST_TIMEOUT_S = 60.0  # the first process says this often that it is still busy with an evaluation
 
 
+# The setting that a field of NavigationConfig comes from: errors name what the user has written.
+SETTING_OF = {
+    "num_envs": "env.num_envs",
+    "num_static_obstacles": "env.num_obstacles",
+    "num_dynamic_obstacles": "env_dyn.num_obstacles",
+    "map_seed": "env.map_seed",
+    "num_maps": "env.num_maps",
+    "start": "env.start",
+    "inside_starts": "env.inside_starts",
+    "collision_penalty": "env.collision_penalty",
+    "danger_weight": "env.danger_weight",
+    "dynamics": "sim.dynamics",
+    "dt_s": "sim.dt",
+    "response_delay_s": "sim.response_delay",
+    "max_episode_length": "env.max_episode_length",
+    "compile": "env.compile",
+    "obstacle_speed_m_s": "env_dyn.vel_range",
+    "obstacle_range_m": "env_dyn.local_range",
+    "range_m": "sensor.lidar_range",
+    "vertical_fov_deg": "sensor.lidar_vfov",
+    "vertical_beams": "sensor.lidar_vbeams",
+}
+
+
 @dataclass
 class SensorSettings:
     """The LiDAR; see ``conf/sensor``."""

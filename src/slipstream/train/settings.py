@@ -41,6 +41,7 @@ from slipstream.rl.config import (
 )
 from slipstream.rl.network import OBSERVATION_SHAPES
 from slipstream.train.groups import (
+    SETTING_OF,
     AlgoSettings,
     DistSettings,
     EnvDynSettings,
@@ -55,29 +56,6 @@ from slipstream.train.groups import (
 CONF = Path(__file__).with_name("conf")
 MAX_SEED = 2**63 - 1
 GROUPS = tuple(sorted(path.name for path in CONF.iterdir() if path.is_dir()))
-
-# The setting that a field of NavigationConfig comes from: errors name what the user has written.
-_SETTING_OF = {
-    "num_envs": "env.num_envs",
-    "num_static_obstacles": "env.num_obstacles",
-    "num_dynamic_obstacles": "env_dyn.num_obstacles",
-    "map_seed": "env.map_seed",
-    "num_maps": "env.num_maps",
-    "start": "env.start",
-    "inside_starts": "env.inside_starts",
-    "collision_penalty": "env.collision_penalty",
-    "danger_weight": "env.danger_weight",
-    "dynamics": "sim.dynamics",
-    "dt_s": "sim.dt",
-    "response_delay_s": "sim.response_delay",
-    "max_episode_length": "env.max_episode_length",
-    "compile": "env.compile",
-    "obstacle_speed_m_s": "env_dyn.vel_range",
-    "obstacle_range_m": "env_dyn.local_range",
-    "range_m": "sensor.lidar_range",
-    "vertical_fov_deg": "sensor.lidar_vfov",
-    "vertical_beams": "sensor.lidar_vbeams",
-}
 
 
 @dataclass
@@ -177,7 +155,7 @@ class TrainSettings:
             return NavigationConfig(**{**fields, "lidar": lidar, **changes})
         except ConfigurationError as error:
             name, _, problem = str(error).partition(" ")
-            raise ConfigurationError(f"{_SETTING_OF.get(name, name)} {problem}") from error
+            raise ConfigurationError(f"{SETTING_OF.get(name, name)} {problem}") from error
 
     def ppo(self) -> PPOConfig:
         """Return PPO's configuration.
