@@ -18,7 +18,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from slipstream.errors import CorruptFileError, FormatVersionError
-from slipstream.schema.nodes import MAX_NODES
 from slipstream.schema.values import Json
 from slipstream.store.index import Entry
 
@@ -32,7 +31,6 @@ MAX_LINKS = 16
 _MAX_SEQUENCE = (1 << 63) - 1
 # Entry, start, number of bytes, and the digest in two halves.
 _NUM_COLUMNS = 5
-_ROW_BYTES = 8 * _NUM_COLUMNS
 # Sums of two such sizes fit into a signed 64-bit integer.
 _MAX_BYTES = 1 << 48
 
@@ -200,17 +198,13 @@ class RegionTable:
         return cls(entries, starts, sizes, digests)
 
 
-def check_table_entry(entry: Entry, num_leaves: int = MAX_NODES) -> None:
-    """Raise `CorruptFileError` if an entry cannot be a table of regions, before it is decoded.
-
-    Args:
-        entry: The entry `TABLE`.
-        num_leaves: How many leaves the state has at most. Every region has at least one.
-    """
+def check_table_entry(entry: Entry, file_bytes: int) -> None:
+    """Raise `CorruptFileError` if an entry cannot be the table of regions of a file, before it is decoded."""
     if entry.codec.needs_reference:
         raise CorruptFileError("its table of regions is stored as a difference, which a table cannot be")
-    if entry.nbytes > _ROW_BYTES * num_leaves:
-        raise CorruptFileError(f"its table of regions claims {entry.nbytes} bytes for at most {num_leaves} regions")
+    # A leaf takes more bytes in the index than a row in the table, and every region has a leaf.
+    if entry.nbytes > file_bytes:
+        raise CorruptFileError(f"its table of regions claims {entry.nbytes} bytes, more than the whole of {file_bytes}")
 
 
 def digest_of(content: NDArray[np.uint8]) -> bytes:

@@ -39,7 +39,7 @@ class NativeReader(EntryReader):
         with naming(self.container.path):
             if TABLE not in self.own:
                 raise CorruptFileError("has no table of regions")
-            check_table_entry(self.own[TABLE])
+            check_table_entry(self.own[TABLE], self.container.file_bytes)
             return RegionTable.parse(self.container.read(TABLE), len(self.header.entries))
 
     @property
