@@ -23,12 +23,6 @@ from slipstream.train.evaluation.statistics import Interval, rate_interval, rati
 FORMAT = "slipstream.evaluation"
 VERSION = 2
 RATES = OUTCOMES[1:]
-MEANS = ("inside_share", "time_to_goal_s", "path_length_m", "return")
-INTERVALS = {
-    "clusters": "bootstrap over maps",
-    "flights": "independent flights",
-    "assumed": "one map: flights on it are assumed to have a correlation of .1",
-}
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,8 @@ class ScenarioResult:
         means: ``inside_share`` (share of the flight time inside the field) and ``return`` over all flights,
             ``time_to_goal_s`` and ``path_length_m`` over those that reached the goal; None where there are none.
         num_clusters: The number of groups of flights that share a map and a course of moving obstacles.
-        interval: What intervals are based on: a key of `INTERVALS`.
+        interval: What intervals are based on: ``clusters`` (a bootstrap over maps), ``flights`` (independent flights)
+            or ``assumed`` (one map: flights on it are assumed to have a correlation of 0.1).
     """
 
     flown: Flown
