@@ -30,7 +30,7 @@ from slipstream import (
     unpack_state,
 )
 from slipstream.checkpoint.delta import Parent
-from slipstream.checkpoint.layout import Ancestor
+from slipstream.checkpoint.layout import Ancestor, digest_of
 from slipstream.checkpoint.native import NativeFile, write_native
 from slipstream.codecs import Codec, Difference, Planes, Raw
 from slipstream.store.container import Container
@@ -192,7 +192,7 @@ def forge_state(
     reference: Reference | None = None,
     **header: Any,
 ) -> bytes:
-    """Return a packed state that claims whatever it is told to, with every checksum as it should be."""
+    """Return a packed state that may claim anything, with every checksum as it should be."""
     file = io.BytesIO()
     writer = ContainerWriter(file, "checkpoint", DEFAULT_CHUNK_BYTES, None, verify=False)
     for name, (array, codec) in entries.items():
@@ -210,8 +210,10 @@ def tensor_node(shape: list[int], region: int = 0, **extra: Any) -> dict[str, An
     return {"$": "tensor", "dtype": "float32", "shape": shape, "region": region, **extra}
 
 
+NUMBERS = np.arange(40, dtype=np.float32)
+DIGEST = np.frombuffer(digest_of(NUMBERS.view(np.uint8)), ">u8").tolist()
 # The memory of one region of 160 bytes, stored verbatim.
-ONE_REGION: Any = ({"w": (np.arange(40, dtype=np.float32), Raw())}, [[0, 0, 160, 0, 0]])
+ONE_REGION: Any = ({"w": (NUMBERS, Raw())}, [[0, 0, 160, *DIGEST]])
 
 
 @pytest.fixture
@@ -234,6 +236,12 @@ def decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 def test_a_forged_state_that_claims_the_truth_is_unpacked():
     assert unpack_state(forge_state({"x": tensor_node([40])}, *ONE_REGION))["x"].tolist() == list(range(40))
+
+
+def test_a_digest_that_does_not_match_is_refused_also_for_what_is_stored_verbatim():
+    packed = forge_state({"x": tensor_node([40])}, ONE_REGION[0], [[0, 0, 160, 0, 0]])
+    with pytest.raises(CorruptFileError, match=r"packed state: 'x' does not match its digest"):
+        unpack_state(packed)
 
 
 def test_a_state_of_exactly_max_bytes_is_unpacked_and_one_byte_less_is_refused(decodes_nothing):

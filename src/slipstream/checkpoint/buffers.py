@@ -54,8 +54,8 @@ def unpack_state(buffer: Buffer, *, max_bytes: int | None = None) -> Any:
     Args:
         buffer: The bytes, in contiguous memory. They are not copied, and must not change during the call.
         max_bytes: Refuse states whose tensors and arrays are larger than this in total; by default the memory of this
-            machine. Tensors that share memory, and elements that do, count each. Set it for untrusted sources: a few
-            kilobytes can hold gigabytes of zeros.
+            machine. Tensors that share memory, and elements that do, count each. The call may take twice as much for
+            a moment. Set it for untrusted sources: a few kilobytes can hold gigabytes of zeros.
 
     Returns:
         The state in new memory, with tensors on the CPU.

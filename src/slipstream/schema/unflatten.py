@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.errors import CorruptFileError, FormatVersionError
-from slipstream.schema.nodes import TAG, Key, check_limits, invalid, items_in, members_in, name_of, pairs_in
+from slipstream.schema.nodes import TAG, Key, check_limits, invalid, items_in, members_in, name_of, pairs_in, tag_of
+from slipstream.schema.storable import OBJECT
 from slipstream.schema.values import KINDS, Json, TorchValues, read_device, read_names, read_sizes
 
 
@@ -43,6 +44,10 @@ def read_plain(node: Json, key: Key, objects: Sequence[Any] = (), torch: TorchVa
 
 # The kinds of dicts with a tag.
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+
+
+# What is in a TensorDict. Objects are there only if the structure is not from a file.
+_TENSORDICT_MEMBERS = ("tensor", "TensorDict", OBJECT)
 
 
 class _Reader:
@@ -113,6 +118,10 @@ class _Reader:
 
     def _read_tensordict(self, node: Mapping[str, Json], key: Key) -> Any:
         members = self._read_members(members_in(node), key, plain=False)
+        # tensordict would convert other values, in ways that no size in the file foretells.
+        for name, member in members_in(node).items():
+            if tag_of(member) not in _TENSORDICT_MEMBERS:
+                raise ValueError(f"its member {name[:40]!r} is neither a tensor nor a TensorDict")
         batch_size = read_sizes(node["batch_size"])
         names = None
         if "names" in node:
