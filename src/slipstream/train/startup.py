@@ -11,6 +11,7 @@ import torch
 
 from slipstream.dist.threads import local_world_size, numerics
 from slipstream.errors import ConfigurationError
+from slipstream.rollout.storage import RolloutStorage
 from slipstream.text import format_bytes
 from slipstream.threads import usable_cores
 from slipstream.train.folder import LAST, RunFolder, find_run, follow_link
@@ -165,6 +166,21 @@ def require_memory(settings: TrainSettings) -> None:
             f"env.num_envs={settings.env.num_envs} times algo.training_frame_num={settings.algo.training_frame_num} "
             f"steps need about {format_bytes(needed)}, and {format_bytes(free)} of memory are free"
         )
+
+
+def make_storages(
+    settings: TrainSettings, folder: RunFolder, *, writes: bool
+) -> tuple[RolloutStorage | None, RolloutStorage | None]:
+    """Return where rollouts go that are kept for themselves, and those that are kept beside checkpoints."""
+    level = settings.save_compression_level
+    kept = beside = None
+    if not writes:
+        return kept, beside
+    if settings.rollout_save_interval:
+        kept = RolloutStorage(folder.rollouts, level, keep_last=settings.keep_rollouts)
+    if settings.compress_lidar:
+        beside = RolloutStorage(folder.checkpoints, level, keep_last=settings.keep_checkpoints)
+    return kept, beside
 
 
 def numerics_note(before: Mapping[str, str]) -> str | None:

@@ -37,7 +37,7 @@ from slipstream.train.resuming import load_state, log_changes, read_checkpoint
 from slipstream.train.schedule import learning_rate_factor, teacher_coefficient
 from slipstream.train.settings import TrainSettings
 from slipstream.train.shards import Shards, Undivided, make_group
-from slipstream.train.startup import require_memory
+from slipstream.train.startup import make_storages, require_memory
 from slipstream.train.stopping import stopping_on_signals
 from slipstream.train.teacher import planner_teacher
 
@@ -119,8 +119,8 @@ class Trainer:
             compress=settings.compress_checkpoint,
         )
         self.checkpoints.guard(*self.ppo.optimizers().values())
-        make_storages = functools.partial(_make_storages, settings, folder, writes=self.ranks.is_first)
-        self.rollouts, self.last_rollouts = self.ranks.together(make_storages)
+        storages = functools.partial(make_storages, settings, folder, writes=self.ranks.is_first)
+        self.rollouts, self.last_rollouts = self.ranks.together(storages)
         self._loggers: list[Logger] = []
         self._saved = 0
         self._changes: list[Change] = []
@@ -384,18 +384,3 @@ class Trainer:
 
 def _is_due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
-
-
-def _make_storages(
-    settings: TrainSettings, folder: RunFolder, *, writes: bool
-) -> tuple[RolloutStorage | None, RolloutStorage | None]:
-    """Return where rollouts go that are kept for themselves, and those that are kept beside checkpoints."""
-    level = settings.save_compression_level
-    kept = beside = None
-    if not writes:
-        return kept, beside
-    if settings.rollout_save_interval:
-        kept = RolloutStorage(folder.rollouts, level, keep_last=settings.keep_rollouts)
-    if settings.compress_lidar:
-        beside = RolloutStorage(folder.checkpoints, level, keep_last=settings.keep_checkpoints)
-    return kept, beside
