@@ -27,14 +27,17 @@ fix: .venv/.installed ## Apply automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/python -m tests.style
 
-BENCHES := codecs checkpoint rollout replay datasets train processes
+BENCHES := codecs checkpoint rollout replay datasets train processes remote
 
 bench: .venv/.bench ## Run short benchmarks and update docs/benchmarks.md
 	for name in $(BENCHES); do $(BIN)/python bench/$$name.py --quick --write docs/benchmarks.md || exit 1; done
+	@# needs root and network namespaces
+	-$(BIN)/python bench/remote_link.py --quick --write docs/benchmarks.md
 	$(BIN)/python bench/readme.py
 
 bench-all: .venv/.bench ## Run the full benchmarks; takes most of an hour
 	for name in $(BENCHES); do $(BIN)/python bench/$$name.py --write docs/benchmarks.md || exit 1; done
+	-$(BIN)/python bench/remote_link.py --write docs/benchmarks.md
 	$(BIN)/python bench/readme.py
 
 docs: .venv/.docs ## Build the documentation into site/

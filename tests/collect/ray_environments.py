@@ -21,7 +21,7 @@ NUM_ENVS = 3
 NUM_STEPS = 5
 
 
-class WalkEnv(EnvBase):
+class WalkEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     """Walkers that drift at random and are done now and then. Its state is all that it needs to continue.
 
     Args:

@@ -49,7 +49,9 @@ def test_what_a_process_did_before_does_not_change_a_rollout():
     answer = run_order(Order(3, 0, 0), walk(3))
     torch.rand(17)
     np.random.random(5)
-    assert digest([unpack_answer(run_order(Order(3, 0, 0), walk(3))).rollout]) == digest([unpack_answer(answer).rollout])
+    assert digest([unpack_answer(run_order(Order(3, 0, 0), walk(3))).rollout]) == digest(
+        [unpack_answer(answer).rollout]
+    )
 
 
 def test_the_seed_of_the_run_the_shard_and_the_index_decide_what_is_drawn():
@@ -58,7 +60,9 @@ def test_the_seed_of_the_run_the_shard_and_the_index_decide_what_is_drawn():
 
 
 def test_a_process_that_is_elsewhere_asks_for_the_state():
-    with pytest.raises(OrderError, match="rollout 2 of shard 0 needs the state before it, because this process is at 0"):
+    with pytest.raises(
+        OrderError, match="rollout 2 of shard 0 needs the state before it, because this process is at 0"
+    ):
         run_order(Order(0, 2, 2), walk())
 
 
@@ -102,9 +106,9 @@ def test_only_environments_that_define_a_state_have_one():
     assert not has_state(SerialEnv(2, lambda: make_walk(0)))
 
 
-def small_answer(order: Order = Order(1, 2, 3)) -> bytes:
+def small_answer(shard: int = 1) -> bytes:
     batch = TensorDict({"observation": torch.arange(24.0).reshape(2, 4, 3)}, [2, 4])
-    return pack_answer(order, pack_rollout(batch), pack_state({"position": torch.arange(5.0)}))
+    return pack_answer(Order(shard, 2, 3), pack_rollout(batch), pack_state({"position": torch.arange(5.0)}))
 
 
 def test_every_truncated_answer_is_refused():
@@ -175,7 +179,7 @@ def test_a_state_that_is_none_is_found_while_the_rollout_can_still_be_collected_
 
 def test_an_answer_to_another_order_is_refused():
     with pytest.raises(CorruptFileError, match="answers rollout 2 of shard 1, expected rollout 2 of shard 0"):
-        unpack_answer(small_answer(Order(1, 2, 3)), Order(0, 2, 3))
+        unpack_answer(small_answer(1), Order(0, 2, 3))
 
 
 def test_rollouts_and_states_that_are_larger_than_allowed_are_refused():

@@ -76,7 +76,7 @@ def test_actors_collect_the_rollouts_of_a_single_process(collect, actors, stalen
     stats = collector.get_stats()
     assert (stats["redone"], stats["restarts"], stats["duplicates"]) == (0, 0, 0)
     assert stats["num_actors"] == actors
-    assert 0 < stats["bytes_received"]
+    assert stats["bytes_received"] > 0
 
 
 def test_iterating_yields_all_shards_as_one_batch(collect):
@@ -146,7 +146,7 @@ def test_answers_that_arrive_twice_are_used_once(collect, monkeypatch):
 
 def test_answers_that_are_damaged_on_the_way_are_collected_again(collect, monkeypatch):
     random_bytes = random.Random(0)
-    damaged = []
+    damaged: list[Any] = []
 
     def damage(results: list[Any]) -> list[Any]:
         changed = []
@@ -154,9 +154,11 @@ def test_answers_that_are_damaged_on_the_way_are_collected_again(collect, monkey
             if isinstance(result, tuple) and len(damaged) < 5:
                 order, answer = result
                 position = random_bytes.randrange(len(answer))
-                result = (order, answer[:position] + bytes([answer[position] ^ 255]) + answer[position + 1 :])
+                flipped = bytes([answer[position] ^ 255])
+                changed.append((order, answer[:position] + flipped + answer[position + 1 :]))
                 damaged.append(order)
-            changed.append(result)
+            else:
+                changed.append(result)
         return changed
 
     patch_wait(monkeypatch, damage)
@@ -182,7 +184,9 @@ def test_an_exception_of_an_environment_names_shard_and_rollout(collect):
     collector = collect(policy, make_broken)
     rounds = collector.rounds()
     train(rounds, policy, 2)
-    with pytest.raises(OrderError, match="rollout 2 of shard 1 failed: ArithmeticError: the simulator exploded") as caught:
+    with pytest.raises(
+        OrderError, match="rollout 2 of shard 1 failed: ArithmeticError: the simulator exploded"
+    ) as caught:
         next(rounds)
     assert "ray_environments.py" in "".join(caught.value.__notes__)
 
@@ -271,7 +275,17 @@ with RayDataCollector(make_walk, policy, NUM_STEPS, shards=3, actors=actors, add
 
 def test_a_learner_that_is_killed_and_resumed_trains_on_every_rollout_once(cluster, tmp_path):
     for until, actors in ((3, 2), (5, 1), (8, 3)):
-        command = [sys.executable, "-W", "ignore", "-c", LEARNER, str(tmp_path), cluster.address, str(actors), str(until)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            LEARNER,
+            str(tmp_path),
+            cluster.address,
+            str(actors),
+            str(until),
+        ]
         result = subprocess.run(command, cwd=ROOT, timeout=240, capture_output=True, text=True, check=False)
         assert result.returncode == -signal.SIGKILL, result.stderr
     final = load_checkpoint(tmp_path)
