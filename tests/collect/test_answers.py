@@ -49,7 +49,9 @@ def test_what_a_process_did_before_does_not_change_a_rollout():
     answer = run_order(Order(3, 0, 0), walk(3))
     torch.rand(17)
     np.random.random(5)
-    assert digest([unpack_answer(run_order(Order(3, 0, 0), walk(3))).rollout]) == digest([unpack_answer(answer).rollout])
+    assert digest([unpack_answer(run_order(Order(3, 0, 0), walk(3))).rollout]) == digest(
+        [unpack_answer(answer).rollout]
+    )
 
 
 def test_the_seed_of_the_run_the_shard_and_the_index_decide_what_is_drawn():
@@ -58,7 +60,9 @@ def test_the_seed_of_the_run_the_shard_and_the_index_decide_what_is_drawn():
 
 
 def test_a_process_that_is_elsewhere_asks_for_the_state():
-    with pytest.raises(OrderError, match="rollout 2 of shard 0 needs the state before it, because this process is at 0"):
+    with pytest.raises(
+        OrderError, match="rollout 2 of shard 0 needs the state before it, because this process is at 0"
+    ):
         run_order(Order(0, 2, 2), walk())
 
 

@@ -91,7 +91,9 @@ def test_an_order_that_is_lost_too_often_is_named_with_the_last_reason():
     ledger.lose(first, "c")
     assert ledger.redone == 3
     assert ledger.orders() == [first, second]
-    with pytest.raises(OrderError, match="rollout 0 of shard 0 was lost 3 times, expected at most max_restarts=2; .* d$"):
+    with pytest.raises(
+        OrderError, match="rollout 0 of shard 0 was lost 3 times, expected at most max_restarts=2; .* d$"
+    ):
         ledger.lose(first, "d")
 
 
@@ -116,7 +118,12 @@ def test_invalid_arguments_are_refused(arguments):
 
 @pytest.mark.parametrize(
     "state",
-    [{}, {"num_rounds": "x", "states": {}}, {"num_rounds": 0, "states": None}, {"num_rounds": 0, "states": {"7": None}}],
+    [
+        {},
+        {"num_rounds": "x", "states": {}},
+        {"num_rounds": 0, "states": None},
+        {"num_rounds": 0, "states": {"7": None}},
+    ],
 )
 def test_the_state_of_something_else_is_refused_and_changes_nothing(state):
     ledger = OrderLedger(2)

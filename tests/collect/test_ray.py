@@ -182,7 +182,9 @@ def test_an_exception_of_an_environment_names_shard_and_rollout(collect):
     collector = collect(policy, make_broken)
     rounds = collector.rounds()
     train(rounds, policy, 2)
-    with pytest.raises(OrderError, match="rollout 2 of shard 1 failed: ArithmeticError: the simulator exploded") as caught:
+    with pytest.raises(
+        OrderError, match="rollout 2 of shard 1 failed: ArithmeticError: the simulator exploded"
+    ) as caught:
         next(rounds)
     assert "ray_environments.py" in "".join(caught.value.__notes__)
 
@@ -271,7 +273,17 @@ with RayDataCollector(make_walk, policy, NUM_STEPS, shards=3, actors=actors, add
 
 def test_a_learner_that_is_killed_and_resumed_trains_on_every_rollout_once(cluster, tmp_path):
     for until, actors in ((3, 2), (5, 1), (8, 3)):
-        command = [sys.executable, "-W", "ignore", "-c", LEARNER, str(tmp_path), cluster.address, str(actors), str(until)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            LEARNER,
+            str(tmp_path),
+            cluster.address,
+            str(actors),
+            str(until),
+        ]
         result = subprocess.run(command, cwd=ROOT, timeout=240, capture_output=True, text=True, check=False)
         assert result.returncode == -signal.SIGKILL, result.stderr
     final = load_checkpoint(tmp_path)
