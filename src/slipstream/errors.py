@@ -18,7 +18,7 @@
     ├── RolloutError          (ValueError)    a batch that is not a rollout: no time axis, time first, ragged
     ├── TornStateError        (RuntimeError)  guarded state changed while it was copied; nothing was written
     ├── RankLostError         (RuntimeError)  another process of a distributed run exited or cannot be reached
-    ├── OrderError            (RuntimeError)  a rollout cannot be collected elsewhere; names its shard and index
+    ├── OrderError            (RuntimeError)  a rollout or a flight that another process should compute failed
     ├── LockedError           (TimeoutError)  another process holds a lock; the message says which
     ├── WriteError            (OSError)       a write failed; the previous file is untouched
     │   └── DiskFullError                     ... because there was no space left
@@ -142,7 +142,7 @@ class RankLostError(SlipstreamError, RuntimeError):
 
 
 class OrderError(SlipstreamError, RuntimeError):
-    """A rollout that was ordered failed, was lost too often, or was not ordered at all; the message names it."""
+    """Work for another process failed, was lost too often, or was not ordered; the message names it."""
 
 
 class LockedError(SlipstreamError, TimeoutError):

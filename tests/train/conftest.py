@@ -1,6 +1,6 @@
 """Trainings small enough for a test."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,9 @@ SMALL = (
 )
 
 
+Watch = Callable[[Mapping[str, float]], None]
+
+
 def small(*overrides: str) -> TrainSettings:
     """Settings of a training of six iterations, of a fraction of a second each."""
     return compose_settings([*SMALL, *overrides])
@@ -37,10 +40,16 @@ def small(*overrides: str) -> TrainSettings:
 def train(tmp_path: Path) -> Callable[..., Trainer]:
     """Train a run to its end, and return what trained it."""
 
-    def run(name: str, *overrides: str, resume: bool = False, until: int | None = None) -> Trainer:
-        trainer = Trainer(small(*overrides), RunFolder(tmp_path / name))
-        if until is not None:
-            trainer._on_iteration = lambda metrics: trainer.stop(15) if metrics["iteration"] == until else None
+    def run(
+        name: str, *overrides: str, resume: bool = False, until: int | None = None, watch: Watch | None = None
+    ) -> Trainer:
+        def on_iteration(metrics: Mapping[str, float]) -> None:
+            if watch is not None:
+                watch(metrics)
+            if metrics["iteration"] == until:
+                trainer.stop(15)
+
+        trainer = Trainer(small(*overrides), RunFolder(tmp_path / name), on_iteration)
         try:
             if resume:
                 trainer.restore()

@@ -18,7 +18,7 @@ from tests.train.conftest import SMALL
 
 HANG_S = 120  # far beyond what anything here takes, also on a busy machine
 SHARDED = (*SMALL, "env.num_maps=2", "eval_interval=3", "eval_episodes=2", "dist.shards=4")
-EACH_TIME_ANEW = ("time", "rollout_fps", "perf/", "ckpt/", "rollouts/", "memory/")
+EACH_TIME_ANEW = ("time", "rollout_fps", "perf/", "ckpt/", "rollouts/", "memory/", "ray/")
 # How far ahead rollouts had been collected when a checkpoint was saved is a matter of luck.
 AHEAD = {"base", "batches", "orders", "pending", "collecting", "is_updated", "randomness"}
 

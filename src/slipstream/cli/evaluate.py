@@ -25,6 +25,7 @@ from slipstream.text import list_first
 
 if TYPE_CHECKING:
     from slipstream.train.evaluation.entrants import Entrant
+    from slipstream.train.groups import RaySettings
     from slipstream.train.processes import Processes
 
 EXAMPLE = "slipstream eval runs/last --scenario through --scenario line"
@@ -38,7 +39,7 @@ training (the training map), static (nothing moving), empty (no obstacles), bord
 at the goal, in a collision, out of bounds, or when time is up. Intervals account for flights that share a map.
 
 Writes NAME.json, and recorded flights for the report. An evaluation under other conditions gets another name.
-With devices=N, N processes share the flights; the result is the same for every N.
+With devices=N, N processes share the flights, and with rollouts=ray a Ray cluster flies; the result is the same.
 
 \b
 Examples:
@@ -49,6 +50,7 @@ Examples:
   slipstream eval runs/last --lidar-noise 0.05 --dropout 0.1 --latency 0.1
   slipstream eval runs/last --robustness --scenario through
   slipstream eval runs/last devices=4
+  slipstream eval runs/last rollouts=ray ray.address=auto ray.actors=8
 """
 
 
@@ -121,6 +123,7 @@ def evaluate(
             raise ConfigurationError("--name needs --output here: without it, a comparison is printed and not written")
     # Not earlier: every process would say what is wrong with the options.
     changes = _settle_devices(changes)
+    changes, ray = _settle_ray(changes)
     options = Options(
         overrides=changes,
         scenarios=scenario,
@@ -135,8 +138,11 @@ def evaluate(
         output=output,
         name=name,
         as_json=json,
+        ray=ray,
     )
     processes = connect()
+    if processes is not None and ray is not None:
+        raise ConfigurationError("rollouts=ray needs one process, which gives the flights to the cluster: omit devices")
     with one_voice(processes):
         if compare is None:
             _evaluate(checkpoint, options, processes, planner=policy == PLANNER)
@@ -169,6 +175,23 @@ def _settle_devices(overrides: list[str]) -> list[str]:
     return [override for override in overrides if override not in given]
 
 
+def _settle_ray(overrides: list[str]) -> tuple[list[str], RaySettings | None]:
+    """Return the settings that say what flies, and the Ray cluster on which, if the command line names one.
+
+    A run that was trained with Ray is not evaluated with it unless requested: the cluster may be gone.
+    """
+    from slipstream.train.settings import compose_settings  # noqa: PLC0415 - keeps --help quick
+
+    given = [override for override in overrides if override.startswith(("rollouts=", "ray."))]
+    if not given:
+        return overrides, None
+    others = [override for override in overrides if override not in given]
+    chosen = compose_settings(given)
+    if chosen.rollouts != "ray":
+        return others, None
+    return others, chosen.ray
+
+
 def _evaluate(checkpoint: str | None, options: Options, processes: Processes | None, *, planner: bool) -> None:
     """Evaluate one policy or the planner."""
     from slipstream.cli import evaluation_output as display  # noqa: PLC0415 - keeps --help quick
@@ -180,7 +203,9 @@ def _evaluate(checkpoint: str | None, options: Options, processes: Processes | N
 
     planned = plan_everywhere(processes, plan)
     screen = console(stderr=True)
-    results = display.fly_jobs(planned.jobs, planned.settings, screen, options.episodes, options.seed, processes)
+    results = display.fly_jobs(
+        planned.jobs, planned.settings, screen, options.episodes, options.seed, processes, options.ray
+    )
     if planned.name is None:
         return
     folder = options.output or planned.entrants[0].folder
@@ -206,7 +231,9 @@ def _compare(policies: tuple[str, str], options: Options, processes: Processes |
 
     planned = plan_everywhere(processes, plan)
     screen = console(stderr=True)
-    results = display.fly_jobs(planned.jobs, planned.settings, screen, options.episodes, options.seed, processes)
+    results = display.fly_jobs(
+        planned.jobs, planned.settings, screen, options.episodes, options.seed, processes, options.ray
+    )
     if planned.name is None:
         return
     comparisons = []

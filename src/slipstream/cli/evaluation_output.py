@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slipstream.train.evaluation.jobs import Job
     from slipstream.train.evaluation.results import ScenarioResult
     from slipstream.train.evaluation.statistics import Interval
+    from slipstream.train.groups import RaySettings
     from slipstream.train.processes import Processes
     from slipstream.train.settings import TrainSettings
 
@@ -30,8 +31,19 @@ def fly_jobs(
     episodes: int,
     seed: int,
     processes: Processes | None = None,
+    ray: RaySettings | None = None,
 ) -> list[ScenarioResult]:
-    """Fly jobs with a progress bar for each; without a terminal, a line for each. Several processes have one bar."""
+    """Fly jobs with a progress bar for each; without a terminal, a line for each. Several processes have one bar.
+
+    Args:
+        jobs: What to fly.
+        settings: Drones, sensor and rules.
+        screen: Where to show progress.
+        episodes: The number of flights of each job.
+        seed: Of the flights.
+        processes: Those that share the flights, if there are several.
+        ray: The cluster that flies instead, if there is one.
+    """
     from slipstream.train.evaluation.jobs import run_jobs  # noqa: PLC0415 - this module works without torch
 
     columns = (TextColumn("flying: {task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
@@ -49,7 +61,13 @@ def fly_jobs(
             return on_step
 
         return run_jobs(
-            jobs, settings, episodes=episodes, seed=seed, start_progress=start_progress, processes=processes
+            jobs,
+            settings,
+            episodes=episodes,
+            seed=seed,
+            start_progress=start_progress,
+            processes=processes,
+            ray=ray,
         )
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from slipstream.train.evaluation.entrants import Entrant
     from slipstream.train.evaluation.jobs import Job
     from slipstream.train.evaluation.pilots import Sensors
+    from slipstream.train.groups import RaySettings
     from slipstream.train.processes import Processes
     from slipstream.train.settings import TrainSettings
 
@@ -35,6 +36,7 @@ class Options:
     output: Path | None
     name: str | None
     as_json: bool
+    ray: RaySettings | None = None
 
     def load(self, policy: str | None, *, planner: bool) -> Entrant:
         """Load what flies."""

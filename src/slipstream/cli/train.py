@@ -14,6 +14,7 @@ from slipstream.text import plural
 
 if TYPE_CHECKING:
     from slipstream.train.folder import RunFolder
+    from slipstream.train.groups import RaySettings
     from slipstream.train.processes import Processes
     from slipstream.train.settings import TrainSettings
     from slipstream.train.trainer import Trainer
@@ -190,7 +191,8 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any, processes: P
         if settings.dist.shards:
             # Shards are computed on one thread, but flights are the same on any number of them.
             prepare_process(settings.num_threads or share_of_cores())
-        results = fly_jobs(jobs, settings, screen, settings.eval_episodes, SEED, processes)
+        ray = _cluster(trainer, processes)
+        results = fly_jobs(jobs, settings, screen, settings.eval_episodes, SEED, processes, ray)
         if not trainer.ranks.is_first:
             return {}
         _, document = save_evaluation(results, trainer.folder.evaluations, FINAL, about)
@@ -218,6 +220,19 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any, processes: P
         outcome["checkpoint_stall_ms"] = trainer.checkpoint_stall_ms()
         outcome["checkpoint_ratio"] = saving["compression_ratio"]
     return outcome
+
+
+def _cluster(trainer: Trainer, processes: Processes | None) -> RaySettings | None:
+    """Return the Ray cluster that flies the evaluation at the end of a training, if it is of use for that."""
+    settings = trainer.settings
+    # A Ray on this machine has no other cores than this process. A GPU, or torchrun's processes, fly by themselves.
+    if settings.rollouts != "ray" or settings.ray.address is None:
+        return None
+    if processes is not None or settings.torch_device().type != "cpu":
+        return None
+    # Its actors would keep their CPUs from the simulations.
+    trainer.shards.shutdown()
+    return settings.ray
 
 
 def _rollout_ratio(trainer: Trainer) -> float | None:

@@ -201,7 +201,7 @@ class RemoteDrones:
             policy,
             settings.algo.training_frame_num,
             shards=group.local_shards,
-            actors=max(1, settings.num_actors // group.world),
+            actors=max(1, settings.ray.num_actors // group.world),
             address=settings.ray.address,
             max_restarts=settings.ray.max_restarts,
             staleness=staleness,

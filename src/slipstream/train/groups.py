@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from slipstream.checks import require_choice, require_count, require_number
 from slipstream.errors import ConfigurationError
 from slipstream.text import alternatives
+from slipstream.threads import usable_cores
 
 _LEAST_TIMEOUT_S = 60.0  # the first process says this often that it is still busy with an evaluation
 
@@ -190,6 +191,11 @@ class RaySettings:
     address: str | None = None
     actors: int = 0
     max_restarts: int = 5
+
+    @property
+    def num_actors(self) -> int:
+        """How many actors collect, or how many simulations of an evaluation fly at once."""
+        return self.actors or usable_cores()
 
     def check(self, devices: int, dist: DistSettings) -> None:
         """Validate these settings.

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from slipstream.checks import require_choice, require_count, require_number
 from slipstream.text import install_hint
-from slipstream.threads import usable_cores
 
 try:
     from hydra import compose, initialize_config_dir
@@ -108,11 +107,6 @@ class TrainSettings:
     def num_iterations(self) -> int:
         """How many iterations it takes to reach `max_frame_num` frames."""
         return max(1, math.ceil(self.max_frame_num / self.frames_per_iteration))
-
-    @property
-    def num_actors(self) -> int:
-        """How many actors collect with ``rollouts=ray``."""
-        return self.ray.actors or usable_cores()
 
     def navigation(self, **changes: Any) -> NavigationConfig:
         """Return the simulation's configuration, with other values for some of its fields.
@@ -290,7 +284,7 @@ def settings_from(values: Mapping[str, Any] | DictConfig, source: str = "the con
     # env.compile=False is a bool in YAML, and becomes 'False' here.
     settings.env.compile = settings.env.compile.lower()
     if settings.rollouts == "ray" and not settings.dist.shards:
-        settings.dist.shards = shards_for(settings.num_actors, settings.env)
+        settings.dist.shards = shards_for(settings.ray.num_actors, settings.env)
     settings.check()
     return settings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,9 +75,10 @@ class Plan:
         return last.first_flight + last.config.num_envs
 
 
-# The number of a plan, and that of its part; None stands for the flights that are recorded.
-_Task = tuple[int, int | None]
-_Results = dict[_Task, FlownPart | Flights]
+Task = tuple[int, int | None]
+"""The number of a plan, and that of its part; None stands for the flights that are recorded."""
+
+Results = dict[Task, FlownPart | Flights]
 
 
 class _StoppedError(Exception):
@@ -109,15 +110,11 @@ def fly_together(
             note that names the process.
         RankLostError: If another process does not answer.
     """
-    tasks: list[_Task] = []
-    for number, plan in enumerate(plans):
-        tasks += [(number, part) for part in range(len(plan.parts))]
-        if plan.job.num_recorded:
-            tasks.append((number, None))
+    tasks = list_tasks(plans)
     if processes is None:
-        progress = _Progress(plans, start_progress)
+        progress = Progress(plans, start_progress)
         # Threads may share an iterator of a list.
-        return _join(plans, _fly_tasks(plans, device, threads, iter(tasks), progress))
+        return join_plans(plans, _fly_tasks(plans, device, threads, iter(tasks), progress))
     shared = _Shared(processes)
     shared_progress = _SharedProgress(plans, start_progress, shared)
     try:
@@ -131,18 +128,47 @@ def fly_together(
     for rank in range(1, processes.world):
         results |= shared.wait_for(rank, shared_progress.refresh)
     shared_progress.refresh()
-    return _join(plans, results)
+    return join_plans(plans, results)
+
+
+def list_tasks(plans: Sequence[Plan]) -> list[Task]:
+    """Return all simulations that jobs consist of, in any order."""
+    tasks: list[Task] = []
+    for number, plan in enumerate(plans):
+        tasks += [(number, part) for part in range(len(plan.parts))]
+        if plan.job.num_recorded:
+            tasks.append((number, None))
+    return tasks
+
+
+def fly_task(
+    plans: Sequence[Plan], task: Task, device: torch.device, on_step: Callable[[int], None] | None = None
+) -> FlownPart | Flights:
+    """Fly one simulation; what it returns depends on nothing else.
+
+    Args:
+        plans: The simulations of each job.
+        task: Which of them.
+        device: Where to simulate.
+        on_step: Called after each step with the number of episodes that have ended.
+    """
+    number, place = task
+    job = plans[number].job
+    parts = plans[number].parts
+    if place is None:
+        return record_flights(job.candidate, parts[0].config, job.sensors, job.num_recorded, device, on_step)
+    return fly_part(job.candidate, parts[place], device, sensors=job.sensors, on_step=on_step)
 
 
 def _fly_tasks(
     plans: Sequence[Plan],
     device: torch.device,
     threads: int,
-    tasks: Iterator[_Task],
-    progress: _Progress | _SharedProgress,
-) -> _Results:
+    tasks: Iterator[Task],
+    progress: Progress | _SharedProgress,
+) -> Results:
     """Fly one task after another, on several threads."""
-    results: _Results = {}
+    results: Results = {}
     has_failed = threading.Event()
 
     def work(_: int) -> None:
@@ -156,10 +182,8 @@ def _fly_tasks(
             has_failed.set()
             raise
 
-    def fly(task: _Task) -> FlownPart | Flights:
+    def fly(task: Task) -> FlownPart | Flights:
         number, place = task
-        job = plans[number].job
-        parts = plans[number].parts
 
         def on_step(ended: int) -> None:
             # Otherwise Ctrl-C would wait until the other threads have flown to the end.
@@ -168,16 +192,13 @@ def _fly_tasks(
             progress.update(number, place, ended)
 
         progress.start(number)
-        if place is None:
-            config = parts[0].config
-            return record_flights(job.candidate, config, job.sensors, job.num_recorded, device, on_step)
-        return fly_part(job.candidate, parts[place], device, sensors=job.sensors, on_step=on_step)
+        return fly_task(plans, task, device, on_step)
 
     on_one_thread_each(work, range(threads), threads)
     return results
 
 
-def _join(plans: Sequence[Plan], results: _Results) -> list[Flown]:
+def join_plans(plans: Sequence[Plan], results: Mapping[Task, FlownPart | Flights]) -> list[Flown]:
     """Return what each job has flown, in order."""
     flown = []
     for number, plan in enumerate(plans):
@@ -188,7 +209,7 @@ def _join(plans: Sequence[Plan], results: _Results) -> list[Flown]:
     return flown
 
 
-class _Progress:
+class Progress:
     """Shows how many flights of each job have ended."""
 
     def __init__(self, plans: Sequence[Plan], start: Callable[[str], OnStep | None]) -> None:
@@ -278,21 +299,21 @@ class _Shared:
             self._last_beat_s = now
             self.count(f"beats/{self.rank}", 1)
 
-    def iterate(self, tasks: Sequence[_Task]) -> Iterator[_Task]:
+    def iterate(self, tasks: Sequence[Task]) -> Iterator[Task]:
         """Yield tasks that no other process has taken."""
 
-        def take() -> _Task | None:
+        def take() -> Task | None:
             number = self.count("taken", 1) - 1
             return tasks[number] if number < len(tasks) else None
 
         # Unlike a generator, this iterator can be shared by threads.
         return iter(take, None)
 
-    def hand_in(self, results: _Results | Exception | None) -> None:
+    def hand_in(self, results: Results | Exception | None) -> None:
         """Give the first process what this one has flown, or why it failed."""
         self._store.set(f"{self._prefix}/{self.rank}", pickle.dumps(results))
 
-    def wait_for(self, rank: int, refresh: Callable[[], None]) -> _Results:
+    def wait_for(self, rank: int, refresh: Callable[[], None]) -> Results:
         """Return what another process has flown.
 
         Args:
@@ -315,7 +336,7 @@ class _Shared:
             if time.monotonic() - heard_s > _PATIENCE_S:
                 raise RankLostError(f"rank {rank} has not answered for {format_seconds(_PATIENCE_S)}")
             time.sleep(_POLL_S)
-        results: _Results | Exception = pickle.loads(self._store.get(key))  # noqa: S301 - from a process of this job
+        results: Results | Exception = pickle.loads(self._store.get(key))  # noqa: S301 - from a process of this job
         if isinstance(results, Exception):
             raise from_rank(results, rank)
         return results

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from slipstream.errors import ConfigurationError
 from slipstream.rl.network import NavRLPolicy
 from slipstream.train.evaluation.flights import NO_FAULTS, SEED, OnStep
 from slipstream.train.evaluation.flying import Plan, Together, fly_together
@@ -28,6 +29,7 @@ from slipstream.train.evaluation.scenarios import (
     plan_flights,
     standard_scenarios,
 )
+from slipstream.train.groups import RaySettings
 from slipstream.train.settings import TrainSettings
 
 NUM_RECORDED = 32
@@ -145,6 +147,7 @@ def run_jobs(
     seed: int = SEED,
     start_progress: StartProgress | None = None,
     processes: Together | None = None,
+    ray: RaySettings | None = None,
 ) -> list[ScenarioResult]:
     """Fly jobs; blocks until all have ended.
 
@@ -160,9 +163,11 @@ def run_jobs(
         start_progress: Called with the title of each job before it flies, perhaps in another thread.
         processes: Those that share the work, if there are several; each of them has to call this. The first one returns
             all results, the others return none.
+        ray: The cluster that flies instead of this process, if there is one. It flies on CPUs.
 
     Raises:
         ConfigurationError: If there is no episode to fly, or the settings are invalid.
+        OrderError: If the cluster could not fly a simulation.
     """
     plans = []
     for job in jobs:
@@ -177,6 +182,12 @@ def run_jobs(
     def start(title: str) -> OnStep | None:
         return None if start_progress is None else start_progress(title)
 
+    if ray is not None:
+        if device.type != "cpu":
+            raise ConfigurationError(f"a Ray cluster flies on CPUs, but device is {device}: set device=cpu")
+        from slipstream.train.evaluation.remote import fly_on_ray  # noqa: PLC0415 - an optional dependency
+
+        return list(map(summarise, fly_on_ray(plans, ray, start_progress=start)))
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # for pilots that draw from the global generator
         flown = fly_together(plans, device, threads=threads, start_progress=start, processes=processes)
