@@ -13,6 +13,8 @@ from slipstream.text import install_hint
 from slipstream.threads import usable_cores
 
 _LOCAL = "local"
+# How many users there are of the connection that `connect` has made.
+_users = 0
 
 
 def import_ray() -> Any:
@@ -29,7 +31,9 @@ def import_ray() -> Any:
 
 
 def connect(address: str | None, num_cpus: int = 1) -> bool:
-    """Connect this process to Ray; returns whether it was not connected before.
+    """Connect this process to Ray; returns whether to call `disconnect` at the end.
+
+    A process has one connection. If it has one already, it is used, whatever the address.
 
     Args:
         address: ``auto`` for the cluster that this machine belongs to, ``HOST:PORT`` for another, or ``local`` to start
@@ -41,9 +45,12 @@ def connect(address: str | None, num_cpus: int = 1) -> bool:
         ImportError: If Ray is not installed.
         ConfigurationError: If there is no cluster at that address.
     """
+    global _users  # noqa: PLW0603 - Ray's connection belongs to the process, too
     ray = import_ray()
     if ray.is_initialized():
-        return False
+        if _users:
+            _users += 1
+        return bool(_users)
     if address is None:
         address = os.environ.get("RAY_ADDRESS") or _LOCAL
     # Its log would interrupt the progress display. What matters of it arrives as exceptions.
@@ -54,17 +61,33 @@ def connect(address: str | None, num_cpus: int = 1) -> bool:
     try:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(f"cannot connect to Ray at {address!r}: {reason}") from error
+        raise ConfigurationError(f"cannot connect to Ray at {address!r}: {_explain(ray, error)}") from error
     _print_messages(ray, enabled=False)
+    _users = 1
     return True
 
 
 def disconnect() -> None:
-    """Undo a `connect` that returned True. Idempotent."""
-    ray = import_ray()
-    ray.shutdown()
-    _print_messages(ray, enabled=True)
+    """Undo a `connect` that returned True: disconnect this process, unless somebody else uses the connection."""
+    global _users  # noqa: PLW0603 - see `connect`
+    _users = max(0, _users - 1)
+    if not _users:
+        ray = import_ray()
+        ray.shutdown()
+        _print_messages(ray, enabled=True)
+
+
+def _explain(ray: Any, error: BaseException) -> str:
+    """Return in one line why there is no connection."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ray.exceptions.AuthenticationError):
+            return (
+                "it expects another token, or none: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the token that the "
+                "cluster was started with"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return " ".join(str(error).split())
 
 
 def _print_messages(ray: Any, *, enabled: bool) -> None:
@@ -78,10 +101,10 @@ def _print_messages(ray: Any, *, enabled: bool) -> None:
 @contextlib.contextmanager
 def connected(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
     """Connect to Ray for the time of a block; yields Ray's module. See `connect`."""
-    was_connected = not connect(address, num_cpus)
+    is_user = connect(address, num_cpus)
     ray = import_ray()
     try:
         yield ray
     finally:
-        if not was_connected:
+        if is_user:
             disconnect()

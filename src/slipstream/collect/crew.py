@@ -6,14 +6,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream import __version__
 from slipstream.collect.actor import RolloutActor
 from slipstream.collect.cluster import import_ray
+from slipstream.collect.members import Call, Lost, Member, compare_numerics, reason_of
 from slipstream.collect.orders import Order
-from slipstream.dist.threads import numerics
 from slipstream.errors import ConfigurationError, OrderError
 from slipstream.text import plural
 
@@ -24,43 +23,6 @@ _JOIN_S = 10.0  # how long to wait for the other actors once the first is ready
 _MAX_START_FAILURES = 3  # in a row, while no actor works
 
 
-@dataclass(eq=False)
-class Member:
-    """An actor.
-
-    Attributes:
-        handle: Ray's handle.
-        introduction: Reference to what the actor says of itself once it has started.
-        about: What it said; empty until it has started.
-        positions: For each shard, the index of the rollout with which its environment will continue.
-    """
-
-    handle: Any
-    introduction: Any
-    about: dict[str, Any] = field(default_factory=dict)
-    positions: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it takes orders."""
-        return bool(self.about)
-
-
-@dataclass(frozen=True)
-class Lost:
-    """An order that nobody works on any more.
-
-    Attributes:
-        order: The order.
-        reason: What happened.
-        is_suspect: Whether it was being collected, so that it may be the cause.
-    """
-
-    order: Order
-    reason: str
-    is_suspect: bool
-
-
 class Crew:
     """Starts actors, replaces those that are lost, and gives each shard to one of them.
 
@@ -69,31 +31,52 @@ class Crew:
         options: Options of ``ray.remote`` for each actor.
         number: How many actors.
         shards: The shards to divide among them.
+        timeout_s: Replace an actor that works on one order for longer than this; None waits for any length of time.
 
     Attributes:
         restarts: How many actors were replaced.
+
+    Raises:
+        ConfigurationError: If Ray does not know an option.
     """
 
     def __init__(
-        self, arguments: Sequence[Any], options: Mapping[str, Any], number: int, shards: Sequence[int]
+        self,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+        number: int,
+        shards: Sequence[int],
+        timeout_s: float | None = None,
     ) -> None:
         self._ray = import_ray()
         errors = self._ray.exceptions
         self._actor_errors = (
             errors.RayActorError, errors.NodeDiedError, errors.WorkerCrashedError, errors.OutOfMemoryError
         )  # fmt: skip
-        # Orders are redone by the ledger. Ray must not repeat one behind its back.
-        options = {**options, "max_restarts": 0, "max_task_retries": 0}
-        self._kind = self._ray.remote(RolloutActor).options(**options)
+        self._call_errors = (errors.ObjectLostError, errors.TaskCancelledError)
+        # Orders are redone by the ledger. Ray must not repeat one behind its back, or begin with two at once.
+        fixed = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1}
+        try:
+            self._kind = self._ray.remote(RolloutActor).options(**{**options, **fixed})
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"resources is {dict(options)}, expected options of ray.remote: {error}"
+            ) from error
         self._arguments = arguments
         self._number = number
         self._shards = tuple(shards)
+        self._timeout_s = timeout_s
         self._members: list[Member] = []
         self._homes: dict[int, Member] = {}
+        # Shards that move to another actor as soon as nothing of them is being collected.
+        self._moving: set[int] = set()
         # By reference, in the order of submission.
-        self._calls: dict[Any, tuple[Member, Order]] = {}
+        self._calls: dict[Any, Call] = {}
+        # These may have killed an actor. To tell, they are only given to one that is known to be alive.
+        self._lost_before: set[Order] = set()
         self._start_failures = 0
         self._is_complete = False
+        self._is_closed = False
         self._quiet_since_s = time.monotonic()
         self.restarts = -number
         self._start_missing()
@@ -111,13 +94,15 @@ class Crew:
     @property
     def in_flight(self) -> set[Order]:
         """The orders that actors are working on."""
-        return {order for _, order in self._calls.values()}
+        return {call.order for call in self._calls.values()}
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the host, the process and the orders of each actor that has started."""
         rows = {member: {**member.about, "orders": [], "handle": member.handle} for member in self._ready()}
-        for member, order in self._calls.values():
-            rows[member]["orders"].append(order)
+        for call in self._calls.values():
+            # An actor whose loss was interrupted by Ctrl-C still has orders.
+            if call.member in rows:
+                rows[call.member]["orders"].append(call.order)
         return list(rows.values())
 
     def prepare(self) -> None:
@@ -128,7 +113,7 @@ class Crew:
         self._start_missing()
         first_s: float | None = None
         while not self._is_complete:
-            if self.num_ready == self._number:
+            if not self._starting():
                 self._is_complete = True
             elif self.num_ready:
                 first_s = first_s or time.monotonic()
@@ -148,86 +133,161 @@ class Crew:
             find_state: Returns the state where the order begins. Only called if the actor is elsewhere.
         """
         member = self._homes[order.shard]
+        self._note_beginning(member)
         state = None
-        if member.positions.get(order.shard) != order.index:
+        # If Ctrl-C interrupts what follows, it is not known where the actor is.
+        if member.positions.pop(order.shard, None) != order.index:
             state = find_state(order)
         reference = member.handle.collect.remote((order.shard, order.index, order.version), weights, state)
-        self._calls[reference] = (member, order)
+        self._calls[reference] = Call(member, order)
         member.positions[order.shard] = order.index + 1
         return len(state or b"")
+
+    def can_take(self, order: Order) -> bool:
+        """Return whether an order can be submitted now. If not, `wait` for answers.
+
+        If many actors are lost at once, an order is not given to one after another of those not yet known to be dead.
+        """
+        if order.shard in self._moving:
+            self._divide()
+        member = self._homes.get(order.shard)
+        if member is None:
+            return False
+        if member.is_verified or order not in self._lost_before:
+            return True
+        if member.probe is None:
+            self._note_beginning(member)
+            member.probe = member.handle.describe.remote()
+        return False
 
     def continues(self, order: Order) -> bool:
         """Return whether the actor of a shard will be where an order begins when it has done what it was given."""
         member = self._homes.get(order.shard)
-        return member is not None and member.positions.get(order.shard) == order.index
+        if member is None or order.shard in self._moving:
+            return False
+        return member.positions.get(order.shard) == order.index
 
     def wait(self) -> list[tuple[Order, bytes] | Lost]:
         """Wait for an answer or a loss; returns what there is, which may be nothing after a while.
 
         Raises:
+            RuntimeError: If another thread has closed this.
             OrderError: If an order failed in a way that is no loss.
             ConfigurationError: If actors cannot start.
         """
         starting = self._starting()
+        probed = {member.probe: member for member in self._members if member.probe is not None}
         # The rollouts of a shard must arrive in order, and Ray may report a later one first.
         first_calls: dict[int, Any] = {}
-        for reference, (_, order) in self._calls.items():
-            first_calls.setdefault(order.shard, reference)
-        finished, _ = self._ray.wait([*first_calls.values(), *starting], num_returns=1, timeout=_POLL_S)
+        for reference, call in self._calls.items():
+            first_calls.setdefault(call.order.shard, reference)
+        finished = self._wait_for([*first_calls.values(), *starting, *probed])
         results: list[tuple[Order, bytes] | Lost] = []
         for reference in finished:
             if reference in starting:
                 self._greet(starting[reference])
+            elif reference in probed:
+                results += self._verify(probed[reference])
             else:
                 results += self._receive(reference)
+        if not finished:
+            results += self._lose_stuck()
         return results
 
     def discard(self, order: Order) -> list[Lost]:
         """Stop waiting for all orders of a shard that follow one whose answer cannot be used."""
         lost = []
-        for reference, (member, other) in list(self._calls.items()):
-            if other.shard == order.shard:
+        for reference, call in list(self._calls.items()):
+            if call.order.shard == order.shard:
                 del self._calls[reference]
-                member.positions.pop(order.shard, None)
-                lost.append(Lost(other, "the rollout before it was lost", is_suspect=False))
+                call.member.positions.pop(order.shard, None)
+                lost.append(Lost(call.order, "the rollout before it was lost", is_suspect=False))
         home = self._homes.get(order.shard)
         if home is not None:
             home.positions.pop(order.shard, None)
         return lost
 
+    def interrupt(self) -> None:
+        """Let a thread that waits raise an exception soon. Thread-safe."""
+        self._is_closed = True
+
     def close(self) -> None:
         """End all actors. Idempotent."""
+        self._is_closed = True
         for member in self._members:
             self._kill(member)
         self._members.clear()
         self._homes.clear()
         self._calls.clear()
 
+    def _wait_for(self, references: list[Any]) -> list[Any]:
+        """Wait a while for one of some references; returns those that are ready."""
+        if not self._is_closed:
+            finished: list[Any] = self._ray.wait(references, num_returns=1, timeout=_POLL_S)[0]
+        if self._is_closed:
+            raise RuntimeError("this collector was shut down while it was waiting")
+        return finished
+
     def _receive(self, reference: Any) -> list[tuple[Order, bytes] | Lost]:
-        member, order = self._calls[reference]
+        call = self._calls[reference]
         try:
             answer = self._ray.get(reference)
         except self._actor_errors as error:
-            return list(self._lose(member, _reason(error)))
-        except self._ray.exceptions.ObjectLostError as error:
-            del self._calls[reference]
-            return [Lost(order, _reason(error), is_suspect=True), *self.discard(order)]
+            return list(self._lose(call.member, reason_of(error)))
+        except self._call_errors as error:
+            self._lost_before.add(call.order)
+            self._calls.pop(reference)
+            return [Lost(call.order, reason_of(error), is_suspect=True), *self.discard(call.order)]
         except self._ray.exceptions.RayError as error:
-            del self._calls[reference]
-            raise OrderError(f"{order} failed: {_reason(error)}") from error
+            self.discard(call.order)
+            raise OrderError(f"{call.order} failed: {reason_of(error)}") from error
+        call.member.active_s = time.monotonic()
+        call.member.is_verified = True
+        self._lost_before.discard(call.order)
         del self._calls[reference]
-        return [(order, answer)]
+        return [(call.order, answer)]
+
+    def _lose_stuck(self) -> list[Lost]:
+        """Remove an actor that has worked on an order for too long; returns the orders it had."""
+        if self._timeout_s is None:
+            return []
+        for member in self._members:
+            if self._is_busy(member) and time.monotonic() - member.active_s > self._timeout_s:
+                return self._lose(member, f"it has not answered for order_timeout_s={self._timeout_s:g}")
+        return []
+
+    def _is_busy(self, member: Member) -> bool:
+        return member.probe is not None or any(call.member is member for call in self._calls.values())
+
+    def _note_beginning(self, member: Member) -> None:
+        """Note that an actor begins to work, if it has nothing to do."""
+        if not self._is_busy(member):
+            member.active_s = time.monotonic()
+
+    def _verify(self, member: Member) -> list[Lost]:
+        """Receive the answer to a probe; returns the orders of an actor that has died instead."""
+        try:
+            self._ray.get(member.probe)
+        except self._ray.exceptions.RayError as error:
+            return self._lose(member, reason_of(error))
+        member.active_s = time.monotonic()
+        member.is_verified = True
+        member.probe = None
+        return []
 
     def _lose(self, member: Member, reason: str) -> list[Lost]:
         """Remove an actor that has died; returns the orders it had."""
         logger.warning("lost the actor on %s (process %s): %s", member.about["host"], member.about["pid"], reason)
         self._remove(member)
         lost: list[Lost] = []
-        for reference, (holder, order) in list(self._calls.items()):
-            if holder is member:
+        for reference, call in list(self._calls.items()):
+            if call.member is member:
                 del self._calls[reference]
+                self._lost_before.add(call.order)
                 # It worked on the first, the others were waiting.
-                lost.append(Lost(order, reason, is_suspect=not lost))
+                lost.append(Lost(call.order, reason, is_suspect=not lost))
+        for other in self._members:
+            other.is_verified = False
         self._start_missing()
         self._divide()
         return lost
@@ -250,7 +310,7 @@ class Crew:
     def _greet_any(self) -> None:
         """Wait a while for an actor to start."""
         starting = self._starting()
-        finished, _ = self._ray.wait(list(starting), num_returns=1, timeout=_POLL_S)
+        finished = self._wait_for(list(starting))
         for reference in finished:
             self._greet(starting[reference])
         if not finished and not self.num_ready and time.monotonic() - self._quiet_since_s > _JOIN_S:
@@ -265,7 +325,7 @@ class Crew:
         except self._ray.exceptions.RayError as error:
             self._remove(member)
             self._start_failures += 1
-            reason = _reason(error)
+            reason = reason_of(error)
             if self._start_failures >= _MAX_START_FAILURES and not self.num_ready:
                 raise ConfigurationError(f"actors cannot start: {reason}") from error
             logger.warning("an actor could not start: %s", reason)
@@ -279,12 +339,14 @@ class Crew:
             )
         self._start_failures = 0
         member.about = about
-        _compare_numerics(about)
+        member.is_verified = True
+        compare_numerics(about)
         self._divide()
 
     def _divide(self) -> None:
         """Give every shard to an actor that is ready: as evenly as possible, and to the one that has it if possible."""
         ready = self._ready()
+        self._moving.clear()
         if not ready:
             self._homes.clear()
             return
@@ -296,11 +358,13 @@ class Crew:
             busy.add(order.shard)
         for shard in self._shards:
             member = self._homes.get(shard)
-            # What is being collected is not moved, because it would be done twice.
-            if member in counts and (counts[member] < most or shard in busy):
-                counts[member] += 1
-            else:
+            if member not in counts or (counts[member] >= most and shard not in busy):
                 homeless.append(shard)
+                continue
+            if counts[member] >= most:
+                # What is being collected is not moved, because it would be done twice.
+                self._moving.add(shard)
+            counts[member] += 1
         for shard in homeless:
             before = self._homes.get(shard)
             if before in counts:
@@ -321,26 +385,3 @@ class Crew:
         with contextlib.suppress(Exception):
             # It may be dead already, and Ray has many errors for that.
             self._ray.kill(member.handle)
-
-
-def _compare_numerics(about: Mapping[str, str]) -> None:
-    """Warn about an actor whose results may have other last bits."""
-    differences = []
-    for name, value in numerics().items():
-        if about[name] != value:
-            differences.append(f"{name} {about[name]} instead of {value}")
-    if differences:
-        logger.warning("%s rounds differently (%s): runs are repeatable only if all actors are alike",
-                       about["host"], ", ".join(differences))  # fmt: skip
-
-
-def _reason(error: BaseException) -> str:
-    """Return Ray's message in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    # An error in an actor's constructor has a traceback, which ends with what happened.
-    text = lines[0]
-    if "Traceback" in str(error) or "ray::" in str(error):
-        text = lines[-1]
-    return text

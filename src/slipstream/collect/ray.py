@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -13,13 +15,14 @@ from torch import nn
 
 from slipstream.batches import stamp
 from slipstream.checkpoint.buffers import pack_state, unpack_state
-from slipstream.checks import require_count
+from slipstream.checks import require_count, require_positive
 from slipstream.collect.actor import BeforeRollout, pack_weights
 from slipstream.collect.answers import unpack_answer
 from slipstream.collect.cluster import connect, disconnect, import_ray
-from slipstream.collect.crew import Crew, Lost
+from slipstream.collect.crew import Crew
+from slipstream.collect.members import Lost
 from slipstream.collect.orders import MAX_RESTARTS, Order, OrderLedger
-from slipstream.errors import ConfigurationError, CorruptFileError, FormatVersionError, OrderError, StateMismatchError
+from slipstream.errors import ConfigurationError, CorruptFileError, FormatVersionError, StateMismatchError
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -62,6 +65,9 @@ class RayDataCollector:
         before_rollout: Called on the actor with the environment and the `Order` before each rollout. Use it for
             schedules that change the environment.
         max_bytes: Refuse answers that are larger than this when unpacked; by default the memory of this machine.
+        order_timeout_s: Replace an actor that works on one rollout for longer than this, and collect the rollout again.
+            It should be much longer than creating an environment and collecting a rollout take. By default, an actor
+            that is alive may take any length of time.
 
     Raises:
         ImportError: If Ray is not installed.
@@ -93,9 +99,12 @@ class RayDataCollector:
         total_rollouts: int | None = None,
         before_rollout: BeforeRollout | None = None,
         max_bytes: int | None = None,
+        order_timeout_s: float | None = None,
     ) -> None:
         require_count("num_steps", num_steps)
         require_count("actors", actors)
+        if order_timeout_s is not None:
+            require_positive("order_timeout_s", order_timeout_s)
         if total_rollouts is not None:
             require_count("total_rollouts", total_rollouts)
         self.policy = policy
@@ -105,10 +114,17 @@ class RayDataCollector:
         self._ledger = OrderLedger(shards, staleness=staleness, max_restarts=max_restarts, total_rounds=total_rollouts)
         options = dict(resources or {"num_cpus": 1})
         threads = max(1, int(options.get("num_cpus") or 1))
+        arguments = (make_env, _portable(policy), num_steps, seed, threads, before_rollout)
         self._owns_ray = connect(address, num_cpus=actors * threads)
         self._ray = import_ray()
-        arguments = (make_env, _portable(policy), num_steps, seed, threads, before_rollout)
-        self._crew = Crew(arguments, options, actors, self._ledger.shards)
+        try:
+            self._crew = Crew(arguments, options, actors, self._ledger.shards, order_timeout_s)
+        except BaseException:
+            self._disconnect()
+            raise
+        self._pid = os.getpid()
+        # Another thread may shut this down.
+        self._lock = threading.RLock()
         # Those that orders may still ask for, by version: their bytes, and where Ray has them.
         self._weights: dict[int, tuple[bytes, Any]] = {}
         self._given: bytes | None = None
@@ -134,9 +150,15 @@ class RayDataCollector:
         Raises:
             OrderError: If the environment or the policy failed, or an order was lost too often.
             ConfigurationError: If no actor can start.
+            RuntimeError: If the collector is shut down, also while this waits, or this is a fork of its process.
         """
-        if self._is_shut_down:
-            raise RuntimeError("this collector is shut down")
+        self._require_open()
+        with self._lock:
+            # Another thread may have shut it down.
+            self._require_open()
+            return self._collect()
+
+    def _collect(self) -> list[TensorDictBase]:
         began_s = time.perf_counter()
         self._crew.prepare()
         self._publish()
@@ -230,26 +252,38 @@ class RayDataCollector:
         missing = {"num_rollouts", "shards", "weights"} - set(state)
         if missing:
             raise StateMismatchError(f"the collector's state lacks {', '.join(sorted(missing))}")
+        states = {}
+        for shard, part in dict(state["shards"]).items():
+            states[shard] = None if part is None else pack_state(part)
         packed = {}
-        for shard, part in state["shards"].items():
-            packed[shard] = None if part is None else pack_state(part)
-        self._ledger.load_state_dict({"num_rounds": state["num_rollouts"], "states": packed})
-        for order in self._crew.in_flight:
-            self._crew.discard(order)
-        self._arrived.clear()
-        self._weights.clear()
-        for version, weights in state["weights"].items():
-            self._keep_weights(int(version), pack_state(weights, compress=False))
+        for version, weights in dict(state["weights"]).items():
+            packed[int(version)] = pack_state(weights, compress=False)
+        with self._lock:
+            self._require_open()
+            self._ledger.load_state_dict({"num_rounds": state["num_rollouts"], "states": states})
+            for order in self._crew.in_flight:
+                self._crew.discard(order)
+            self._arrived.clear()
+            self._weights.clear()
+            for version, weights in packed.items():
+                self._keep_weights(version, weights)
 
     def shutdown(self, **_: Any) -> None:
-        """End all actors, and Ray if this collector started it. Idempotent."""
-        if self._is_shut_down:
+        """End all actors, and Ray if this collector started it and no other uses it. Idempotent and thread-safe.
+
+        A `collect` in another thread raises `RuntimeError` within a second or two.
+        """
+        # A fork has none of the threads that Ray needs, and the actors belong to the other process.
+        if os.getpid() != self._pid:
             return
-        self._is_shut_down = True
-        if self._ray.is_initialized():
-            self._crew.close()
-            if self._owns_ray:
-                disconnect()
+        self._crew.interrupt()
+        with self._lock:
+            if self._is_shut_down:
+                return
+            self._is_shut_down = True
+            if self._ray.is_initialized():
+                self._crew.close()
+                self._disconnect()
 
     def __enter__(self) -> Self:
         return self
@@ -257,12 +291,28 @@ class RayDataCollector:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
+    def _disconnect(self) -> None:
+        if self._owns_ray:
+            disconnect()
+
+    def _require_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("this collector belongs to another process: make one after the fork")
+        if self._is_shut_down:
+            raise RuntimeError("this collector is shut down")
+        # Ray would start a cluster by itself.
+        if not self._ray.is_initialized():
+            raise RuntimeError("Ray was shut down before this collector: make another collector")
+
     def _publish(self) -> None:
         """Give the weights of this round to Ray, unless an interrupted call has done so."""
         version = self._ledger.num_rounds
         if not isinstance(self.policy, nn.Module) or version in self._weights:
             return
         self._keep_weights(version, self._given or self._pack_weights(None))
+        for earlier in range(max(0, version - self._ledger.staleness), version):
+            # The checkpoint is that of a collector that was less far ahead.
+            self._weights.setdefault(earlier, self._weights[version])
         for old in list(self._weights):
             if old < version - self._ledger.staleness:
                 del self._weights[old]
@@ -270,6 +320,11 @@ class RayDataCollector:
     def _keep_weights(self, version: int, packed: bytes) -> None:
         self._weights[version] = (packed, self._ray.put(packed))
         self._stats["bytes_sent"] += len(packed) * max(1, self._crew.num_nodes)
+
+    def _renew_weights(self, version: int) -> None:
+        """Give weights to Ray again: they may be what was lost."""
+        if version in self._weights:
+            self._keep_weights(version, self._weights[version][0])
 
     def _pack_weights(self, given: Any) -> bytes:
         """Return the weights of the policy, or those of a module or a state dict in their place."""
@@ -285,8 +340,14 @@ class RayDataCollector:
         for order in self._ledger.orders():
             if order in in_flight:
                 continue
+            if self._ledger.has_state(order) and any(other.shard == order.shard for other in in_flight):
+                # Ctrl-C has interrupted its receipt. What follows it would arrive too early.
+                self._crew.discard(order)
+                in_flight = self._crew.in_flight
             # One that follows another goes to the actor that will be there, or waits.
             if not self._ledger.has_state(order) and not self._crew.continues(order):
+                continue
+            if not self._crew.can_take(order):
                 continue
             weights = None
             if order.version in self._weights:
@@ -298,6 +359,7 @@ class RayDataCollector:
         """Record a loss, or accept an answer."""
         if isinstance(result, Lost):
             if result.is_suspect:
+                self._renew_weights(result.order.version)
                 self._ledger.lose(result.order, result.reason)
             return
         order, packed = result
@@ -309,11 +371,13 @@ class RayDataCollector:
             self._crew.discard(order)
             self._ledger.lose(order, str(error))
             return
-        except OrderError:
+        except BaseException:
+            # It has not arrived, so what follows it must not.
             self._crew.discard(order)
             raise
         # In this order: if Ctrl-C arrives in between, the rollout is collected again.
-        self._arrived[order] = answer.rollout
+        if order in self._ledger.orders():
+            self._arrived[order] = answer.rollout
         self._ledger.accept(order, answer.state)
         self._stats["bytes_received"] += len(packed)
         self._stats["raw_bytes"] += answer.rollout.bytes()
