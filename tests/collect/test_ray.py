@@ -290,17 +290,3 @@ def test_a_learner_that_is_killed_and_resumed_trains_on_every_rollout_once(clust
         assert result.returncode == -signal.SIGKILL, result.stderr
     final = load_checkpoint(tmp_path)
     assert final["digests"]["digests"] == expected(staleness=1, number=8)
-
-
-@pytest.mark.slow
-def test_a_hundred_kills_lose_nothing_and_repeat_nothing(collect, tmp_path):
-    rounds, shards = 60, 3
-    places = [(shard, step) for shard in range(shards) for step in range(1, rounds * NUM_STEPS + 1)]
-    for shard, step in random.Random(0).sample(places, 100):
-        (tmp_path / f"{shard}-{step}").touch()
-    policy = Policy()
-    collector = collect(policy, functools.partial(make_walk, deaths=tmp_path), actors=3)
-    assert train(collector.rounds(), policy, rounds) == expected(number=rounds)
-    assert not list(tmp_path.iterdir())
-    stats = collector.get_stats()
-    assert (stats["redone"], stats["duplicates"]) == (100, 0)

@@ -210,6 +210,17 @@ def test_the_page_about_plans_runs_and_prints_what_it_says(tmp_path, monkeypatch
     assert (decision.costs_too_much, decision.num_envs_that_fit, decision.save_interval) == (False, 43, 100)
 
 
+def test_the_transport_on_the_page_about_many_machines_loses_and_repeats_nothing(capsys):
+    [program] = [
+        code for code in blocks(ROOT / "docs" / "guides" / "many-machines.md", "python") if "OrderLedger" in code
+    ]
+    names: dict[str, Any] = {"__name__": "many-machines"}
+    exec(compile(program, "many-machines.md", "exec"), names)
+    # The page says what is printed.
+    assert f"print(batch.batch_size, ledger.redone)  # {capsys.readouterr().out}" in program
+    assert names["ledger"].num_rounds == 3
+
+
 def test_the_programs_with_replay_on_the_page_for_sb3_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     programs = [code for code in blocks(ROOT / "docs" / "guides" / "for-sb3.md", "python") if "ReplayBuffer" in code]

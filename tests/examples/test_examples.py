@@ -15,6 +15,7 @@ TINY = {  # those that take a minute as they are
     "navrl_loop.py": ["--iterations", "3", "--envs", "16", "--interval", "2"],
     "offline_bc.py": ["--tiny"],
     "packed_replay_sac.py": ["--tiny"],
+    "ray_rollouts.py": ["--iterations", "3"],
     "sb3_replay.py": ["--steps", "1000"],
     "torchrl_ppo.py": ["--iterations", "2", "--envs", "16"],
 }
@@ -25,6 +26,7 @@ SAYS = {
     "navrl_loop.py": r"checkpoint_3\.pt\.lz4 holds policy, optimizers, num_updates, metadata after 1536 frames",
     "offline_bc.py": r"epoch 3: 0\.[0-7]",
     "packed_replay_sac.py": r"1600 steps are [1-9][\d.]+ times smaller",
+    "ray_rollouts.py": r"2 actors, 1 replaced: rollouts were [1-9][\d.]+ times.*\n.*same bits after a kill: True",
     "sb3_replay.py": r"250 of 250 steps.* [3-9]\.\d times smaller than SB3's; weights equal: True",
     "torchrl_ppo.py": r"(?s)iteration 2: reward -?[\d.]+, rollouts packed [1-9][\d.]+ times smaller.*whole and checked",
 }
