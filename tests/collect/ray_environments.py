@@ -123,6 +123,19 @@ def make_broken(shard: int) -> EnvBase:
     return env
 
 
+def make_waiting(shard: int, folder: Path) -> EnvBase:
+    """Return an environment that never finishes a step, and makes a file in a folder when it begins one."""
+    env = WalkEnv(shard)
+
+    def wait(tensordict: TensorDictBase) -> TensorDictBase:
+        (folder / str(shard)).touch()
+        while True:
+            signal.pause()
+
+    env._step = wait  # type: ignore[method-assign]
+    return env
+
+
 def learn(policy: Policy, rollouts: Sequence[TensorDictBase]) -> None:
     """Change the weights in a way that depends on every bit of the rollouts."""
     with torch.no_grad():

@@ -202,6 +202,6 @@ def test_an_exception_travels_as_text_with_its_order():
         raise OddError("first line\nsecond line")
     except OddError as error:
         answer = pack_failure(Order(5, 6, 7), error)
-    with pytest.raises(OrderError, match="^rollout 6 of shard 5 failed: OddError: first line second line$") as caught:
+    with pytest.raises(OrderError, match="^rollout 6 of shard 5 failed: OddError: first line second line") as caught:
         unpack_answer(answer)
     assert "raise OddError" in "".join(caught.value.__notes__)

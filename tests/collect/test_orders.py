@@ -121,6 +121,7 @@ def test_invalid_arguments_are_refused(arguments):
     [
         {},
         {"num_rounds": "x", "states": {}},
+        {"num_rounds": -1, "states": {"0": None, "1": None}},
         {"num_rounds": 0, "states": None},
         {"num_rounds": 0, "states": {"7": None}},
     ],

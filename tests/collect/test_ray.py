@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,18 @@ import pytest
 import torch
 
 from slipstream import ConfigurationError, OrderError, RayDataCollector, load_checkpoint
+from slipstream import collect as collect_package
 from slipstream.collect.crew import Crew
 from tests.collect.ray_environments import (
     NUM_ENVS,
     NUM_STEPS,
     PendulumPolicy,
     Policy,
+    digest,
+    learn,
     make_broken,
     make_pendulum,
+    make_waiting,
     make_walk,
     serial_rounds,
     train,
@@ -290,3 +295,154 @@ def test_a_learner_that_is_killed_and_resumed_trains_on_every_rollout_once(clust
         assert result.returncode == -signal.SIGKILL, result.stderr
     final = load_checkpoint(tmp_path)
     assert final["digests"]["digests"] == expected(staleness=1, number=8)
+
+
+def test_actors_that_are_lost_all_at_once_are_blamed_on_no_order(collect):
+    policy = Policy()
+    collector = collect(policy, shards=3, actors=6, max_restarts=1)
+    rounds = collector.rounds()
+    digests = train(rounds, policy, 2)
+    # Orders are given to some of them before it is known that they are dead.
+    for actor in collector.describe_actors():
+        os.kill(actor["pid"], signal.SIGKILL)
+    digests += train(rounds, policy, NUM_ROUNDS - 2)
+    assert digests == expected()
+    assert collector.get_stats()["restarts"] >= 3
+
+
+def test_an_actor_that_hangs_is_replaced_after_the_time_limit(collect):
+    policy = Policy()
+    collector = collect(policy, order_timeout_s=5, max_restarts=100)
+    rounds = collector.rounds()
+    digests = train(rounds, policy, 1)
+    stopped = [actor["pid"] for actor in collector.describe_actors()]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    digests += train(rounds, policy, NUM_ROUNDS - 1)
+    assert digests == expected()
+    assert not {actor["pid"] for actor in collector.describe_actors()} & set(stopped)
+
+
+def test_weights_that_are_lost_are_sent_again(collect, monkeypatch):
+    put = ray.put
+    lost: list[Any] = []
+
+    def put_and_lose(value: Any) -> Any:
+        reference = put(value)
+        if len(lost) < 2:
+            ray._private.internal_api.free([reference], local_only=False)
+            lost.append(reference)
+        return reference
+
+    monkeypatch.setattr(ray, "put", put_and_lose)
+    policy = Policy()
+    collector = collect(policy)
+    assert train(collector.rounds(), policy, NUM_ROUNDS) == expected()
+    assert collector.get_stats()["redone"] > 0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_ctrl_c_at_any_line_loses_nothing(collect, staleness):
+    policy = Policy()
+    collector = collect(policy, staleness=staleness)
+    steps = random.Random(0)
+    folder = str(Path(collect_package.__file__).parent)
+    until = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal until
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        until -= event == "line"
+        if until == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    digests: list[str] = []
+    interrupts = 0
+    while len(digests) < NUM_ROUNDS:
+        until = steps.randrange(1, 400)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            rollouts = collector.collect()
+        except KeyboardInterrupt:
+            interrupts += 1
+            continue
+        finally:
+            sys.settrace(before)
+        digests.append(digest(rollouts))
+        learn(policy, rollouts)
+    assert digests == expected(staleness)
+    assert interrupts > 3
+    assert collector.get_stats()["duplicates"] == 0
+
+
+def test_shards_move_to_the_actor_that_replaces_a_lost_one(collect):
+    policy = Policy()
+    collector = collect(policy, shards=2, staleness=1)
+    rounds = collector.rounds()
+    train(rounds, policy, 2)
+    os.kill(collector.describe_actors()[0]["pid"], signal.SIGKILL)
+    train(rounds, policy, 1)
+    while len(collector.describe_actors()) < 2:
+        train(rounds, policy, 1)
+    train(rounds, policy, 3)
+    assert [len({order.shard for order in actor["orders"]}) for actor in collector.describe_actors()] == [1, 1]
+
+
+def test_shutdown_ends_a_collect_in_another_thread(collect, tmp_path):
+    collector = collect(Policy(), functools.partial(make_waiting, folder=tmp_path))
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            collector.collect()
+        except RuntimeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not list(tmp_path.iterdir()):
+        thread.join(0.05)
+    collector.shutdown()
+    thread.join()
+    assert "shut down" in str(caught[0])
+    collector.shutdown()
+
+
+def test_a_fork_of_the_learner_cannot_use_its_collector(collect):
+    collector = collect(Policy())
+    child = os.fork()
+    if not child:
+        with pytest.raises(RuntimeError, match="belongs to another process"):
+            collector.collect()
+        collector.shutdown()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(collector.collect()) == 3
+
+
+def test_a_collector_continues_further_ahead_than_the_one_that_was_saved(collect):
+    policy = Policy()
+    first = collect(policy)
+    train(first.rounds(), policy, 2)
+    state = first.state_dict()
+    second = collect(policy, staleness=1)
+    second.load_state_dict(state)
+    rollouts = second.collect()
+    # Collected with the weights of now, which are the oldest that there are.
+    fresh = collect(policy)
+    fresh.load_state_dict(state)
+    assert digest(rollouts) == digest(fresh.collect())
+
+
+def test_collectors_share_a_connection_until_the_last_is_shut_down(collect):
+    policy = Policy()
+    first, second = collect(policy), collect(policy)
+    first.shutdown()
+    assert len(second.collect()) == 3
+    ray.shutdown()
+    with pytest.raises(RuntimeError, match="Ray was shut down"):
+        second.collect()
+    second.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -84,8 +85,9 @@ class RolloutActor:
             codecs = self._codecs.setdefault(ordered.shard, {})
             return run_order(ordered, collector, state=state, seed=self._seed, codecs=codecs, threads=self._threads)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it travels as text
-            # An environment that stopped in the middle of a rollout is of no use.
-            self._collectors.pop(ordered.shard, None)
+            # An environment that stopped in the middle of a rollout is of no use, and may fail to close.
+            with contextlib.suppress(Exception):
+                self.forget(ordered.shard)
             return pack_failure(ordered, error)
 
     def forget(self, shard: int) -> None:

@@ -7,6 +7,7 @@ from an untrusted machine, so `unpack_answer` checks all sizes and contents.
 from __future__ import annotations
 
 import io
+import platform
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,7 @@ def pack_failure(order: Order, error: BaseException) -> bytes:
 
     The exception travels as text: reading a foreign object would run its code.
     """
-    text = "".join(traceback.format_exception(error))
+    text = f"On {platform.node()}:\n" + "".join(traceback.format_exception(error))
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return _pack(order, {}, {"error": reason[:_MAX_TEXT], "traceback": text[-_MAX_TEXT:]})
 
@@ -148,17 +149,18 @@ def unpack_answer(buffer: Buffer, expected: Order | None = None, *, max_bytes: i
         if expected is not None and order != expected:
             raise CorruptFileError(f"answers {order}, expected {expected}")
         values = container.values
-        if "error" in values:
-            error = OrderError(f"{order} failed: {values['error']}")
-            error.add_note(str(values.get("traceback", "")))
-            raise error
-        rollout = unpack_rollout(_read_bytes(container, "rollout"), max_bytes=limit)
-        state = None
-        if "state" in container.entries:
-            state = _read_bytes(container, "state")
-            # Damage has to be found while the rollout can still be collected again.
-            unpack_state(state, max_bytes=limit)
-    return Answer(order, rollout, state)
+        if "error" not in values:
+            rollout = unpack_rollout(_read_bytes(container, "rollout"), max_bytes=limit)
+            state = None
+            if "state" in container.entries:
+                state = _read_bytes(container, "state")
+                # Damage has to be found while the rollout can still be collected again.
+                unpack_state(state, max_bytes=limit)
+            return Answer(order, rollout, state)
+    # Not above, because it is not an error of these bytes.
+    failure = OrderError(f"{order} failed: {values['error']}")
+    failure.add_note(str(values.get("traceback", "")))
+    raise failure
 
 
 def _pack(order: Order, parts: dict[str, Buffer], values: dict[str, Any]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from slipstream.text import install_hint
 from slipstream.threads import usable_cores
 
 _LOCAL = "local"
+_REACHABLE_S = 10.0
 # How many users there are of the connection that `connect` has made.
 _users = 0
 
@@ -59,8 +61,9 @@ def connect(address: str | None, num_cpus: int = 1) -> bool:
         options["num_cpus"] = max(num_cpus, usable_cores())
         options["include_dashboard"] = False
     try:
+        _require_reachable(address)
         ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigurationError(f"cannot connect to Ray at {address!r}: {_explain(ray, error)}") from error
     _print_messages(ray, enabled=False)
     _users = 1
@@ -75,6 +78,15 @@ def disconnect() -> None:
         ray = import_ray()
         ray.shutdown()
         _print_messages(ray, enabled=True)
+
+
+def _require_reachable(address: str) -> None:
+    """Raise an `OSError` or a `ValueError` if nobody listens at ``HOST:PORT``: Ray would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and "://" not in address:
+        if not port.isdecimal():
+            raise ValueError("expected auto, local or HOST:PORT")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHABLE_S).close()
 
 
 def _explain(ray: Any, error: BaseException) -> str:

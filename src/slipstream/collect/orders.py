@@ -209,9 +209,12 @@ class OrderLedger:
         """
         if not self.is_complete:
             raise OrderError(f"round {self.num_rounds} is not complete: {self.orders()[0]} has not arrived")
-        for states in self._states.values():
-            del states[self.num_rounds]
+        # First, so that Ctrl-C cannot leave half of this.
         self.num_rounds += 1
+        for states in self._states.values():
+            for index in list(states):
+                if index < self.num_rounds:
+                    del states[index]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of rounds, and the state in which each shard begins the next one.
@@ -234,12 +237,12 @@ class OrderLedger:
         """
         states: dict[int, bytes | None] = {}
         try:
-            num_rounds = int(state["num_rounds"])
+            num_rounds = require_count("num_rounds", state["num_rounds"], least=0)
             for shard, packed in state["states"].items():
                 states[int(shard)] = None
                 if packed is not None:
                     states[int(shard)] = bytes(packed)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigurationError) as error:
             raise StateMismatchError(f"this is not the state of a ledger of orders ({error!r})") from error
         if set(states) != set(self.shards):
             raise StateMismatchError(f"this is the state of shards {sorted(states)}, expected {sorted(self.shards)}")

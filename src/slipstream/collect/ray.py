@@ -127,8 +127,11 @@ class RayDataCollector:
         self._lock = threading.RLock()
         # Those that orders may still ask for, by version: their bytes, and where Ray has them.
         self._weights: dict[int, tuple[bytes, Any]] = {}
-        self._given: bytes | None = None
+        # Those that were given for the next round, by its version.
+        self._given: dict[int, bytes] = {}
         self._arrived: dict[Order, TensorDictBase] = {}
+        # Rounds that `collect` has not returned yet, by index.
+        self._finished: dict[int, list[TensorDictBase]] = {}
         self._is_shut_down = False
         self._stats = {"bytes_received": 0, "bytes_sent": 0, "raw_bytes": 0, "wait_s": 0.0, "unpack_s": 0.0}
 
@@ -156,9 +159,13 @@ class RayDataCollector:
         with self._lock:
             # Another thread may have shut it down.
             self._require_open()
-            return self._collect()
+            # It is there already if Ctrl-C has interrupted the last call at its end.
+            if self.num_rollouts - 1 not in self._finished:
+                self._collect()
+        return self._finished.pop(self.num_rollouts - 1)
 
-    def _collect(self) -> list[TensorDictBase]:
+    def _collect(self) -> None:
+        """Collect a round, and add it to those that are finished."""
         began_s = time.perf_counter()
         self._crew.prepare()
         self._publish()
@@ -171,15 +178,16 @@ class RayDataCollector:
                 self._handle(result)
         orders = self._ledger.orders_of(index)
         rollouts = list(map(self._arrived.__getitem__, orders))
-        self._ledger.advance()
-        for order in orders:
-            del self._arrived[order]
-        self._given = None
-        self._stats["wait_s"] += time.perf_counter() - began_s
         if self._ledger.staleness:
             for rollout in rollouts:
                 stamp(rollout, orders[0].version)
-        return rollouts
+        self._stats["wait_s"] += time.perf_counter() - began_s
+        # In this order: up to the second line, Ctrl-C lets the next call begin with this round again.
+        self._finished[index] = rollouts
+        self._ledger.advance()
+        for order in list(self._arrived):
+            if order.index <= index:
+                del self._arrived[order]
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -201,7 +209,7 @@ class RayDataCollector:
         Args:
             policy_or_weights: A module, or its state dict, to take them from instead.
         """
-        self._given = self._pack_weights(policy_or_weights)
+        self._given = {self.num_rollouts: self._pack_weights(policy_or_weights)}
 
     def describe_actors(self) -> list[dict[str, Any]]:
         """Return for each actor that is running its ``host``, ``pid``, ``node`` and ``handle``, and its ``orders``."""
@@ -249,21 +257,23 @@ class RayDataCollector:
         Raises:
             StateMismatchError: If it is the state of other shards.
         """
-        missing = {"num_rollouts", "shards", "weights"} - set(state)
-        if missing:
-            raise StateMismatchError(f"the collector's state lacks {', '.join(sorted(missing))}")
         states = {}
-        for shard, part in dict(state["shards"]).items():
-            states[shard] = None if part is None else pack_state(part)
         packed = {}
-        for version, weights in dict(state["weights"]).items():
-            packed[int(version)] = pack_state(weights, compress=False)
+        try:
+            num_rounds = state["num_rollouts"]
+            for shard, part in state["shards"].items():
+                states[shard] = None if part is None else pack_state(part)
+            for version, weights in state["weights"].items():
+                packed[int(version)] = pack_state(weights, compress=False)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateMismatchError(f"this is not the state of a RayDataCollector ({error!r})") from error
         with self._lock:
             self._require_open()
-            self._ledger.load_state_dict({"num_rounds": state["num_rollouts"], "states": states})
+            self._ledger.load_state_dict({"num_rounds": num_rounds, "states": states})
             for order in self._crew.in_flight:
                 self._crew.discard(order)
             self._arrived.clear()
+            self._finished.clear()
             self._weights.clear()
             for version, weights in packed.items():
                 self._keep_weights(version, weights)
@@ -309,7 +319,7 @@ class RayDataCollector:
         version = self._ledger.num_rounds
         if not isinstance(self.policy, nn.Module) or version in self._weights:
             return
-        self._keep_weights(version, self._given or self._pack_weights(None))
+        self._keep_weights(version, self._given.get(version) or self._pack_weights(None))
         for earlier in range(max(0, version - self._ledger.staleness), version):
             # The checkpoint is that of a collector that was less far ahead.
             self._weights.setdefault(earlier, self._weights[version])
