@@ -350,20 +350,26 @@ class RayDataCollector:
         for order in self._ledger.orders():
             if order in in_flight:
                 continue
-            if self._ledger.has_state(order) and any(other.shard == order.shard for other in in_flight):
-                # Ctrl-C has interrupted its receipt. What follows it would arrive too early.
-                self._crew.discard(order)
-                in_flight = self._crew.in_flight
-            # One that follows another goes to the actor that will be there, or waits.
-            if not self._ledger.has_state(order) and not self._crew.continues(order):
+            if self._ledger.has_state(order):
+                self._drop_followers(order)
+            elif not self._crew.continues(order):
+                # One that follows another goes to the actor that will be there, or waits.
                 continue
-            if not self._crew.can_take(order):
-                continue
-            weights = None
-            if order.version in self._weights:
-                # In a list, so that the actor fetches the weights only if it needs them.
-                weights = (order.version, [self._weights[order.version][1]])
-            self._stats["bytes_sent"] += self._crew.submit(order, weights, self._ledger.state)
+            if self._crew.can_take(order):
+                self._give(order)
+
+    def _drop_followers(self, order: Order) -> None:
+        """Take back what follows an order that nobody works on: Ctrl-C has interrupted its receipt."""
+        if any(other.shard == order.shard for other in self._crew.in_flight):
+            self._crew.discard(order)
+
+    def _give(self, order: Order) -> None:
+        """Give an order to the actor of its shard."""
+        weights = None
+        if order.version in self._weights:
+            # In a list, so that the actor fetches the weights only if it needs them.
+            weights = (order.version, [self._weights[order.version][1]])
+        self._stats["bytes_sent"] += self._crew.submit(order, weights, self._ledger.state)
 
     def _handle(self, result: tuple[Order, bytes] | Lost) -> None:
         """Record a loss, or accept an answer."""
