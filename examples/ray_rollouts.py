@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 
 import ray
 import torch
@@ -53,6 +54,8 @@ def main() -> None:
     parser.add_argument("--address", help="of the cluster; by default, Ray is started on this machine")
     parser.add_argument("--iterations", type=int, default=5)
     args = parser.parse_args()
+    # The loss of an actor is intended here.
+    logging.getLogger("slipstream").setLevel(logging.ERROR)
     calm = train(args.address, 1, args.iterations, kill=None)
     disturbed = train(args.address, 2, args.iterations, kill=1)
     print(f"weights {calm}; the same bits after a kill: {calm == disturbed}")
