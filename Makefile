@@ -67,21 +67,21 @@ PIP_ARGS ?=
 PIP_INSTALL = $(shell [ -x $(BIN)/pip ] && echo $(BIN)/python -m pip || echo $(PYTHON) -m pip --python $(BIN)/python) \
 	install --disable-pip-version-check $(PIP_ARGS)
 
-# The version and the folder of a torch that $(PYTHON) has. A torch of 2.5 or newer is used instead of downloading one.
-INSTALLED_TORCH = $(shell $(PYTHON) -c '$(FIND_TORCH)' 2> /dev/null)
+# Prints the version and the folder of the torch that $(PYTHON) has, if it is 2.5 or newer.
 define FIND_TORCH
 import os, sys
-from importlib.metadata import distribution
-torch = distribution("torch")
-version = torch.version.partition("+")[0]
-if sys.prefix != os.path.realpath(".venv") and tuple(map(int, version.split(".")[:2])) >= (2, 5):
-    print(version, torch.locate_file(""))
+from importlib.metadata import distributions
+for torch in distributions(name="torch"):
+    version = torch.version.partition("+")[0]
+    if sys.prefix != os.path.realpath(".venv") and tuple(map(int, version.split(".")[:2])) >= (2, 5):
+        print(version, torch.locate_file(""))
+        break
 endef
+export FIND_TORCH
 
-.venv/.installed: TORCH = $(INSTALLED_TORCH)
 .venv/.installed: requirements.txt pyproject.toml | .venv/bin/python
 	@set -e; \
-	torch="$(TORCH)"; \
+	torch=$$($(PYTHON) -c "$$FIND_TORCH"); \
 	cp requirements.txt .venv/requirements.txt; \
 	if [ -n "$$torch" ]; then \
 		echo "Using torch $${torch%% *} from $${torch#* }"; \

@@ -213,10 +213,10 @@ def _evaluate(checkpoint: str | None, options: Options, processes: Processes | N
     if options.as_json:
         print_json(document)
         return
-    table = display.results_table(results)
     if options.robustness:
-        table = display.robustness_table(results)
-    print_table(table)
+        print_table(display.robustness_table(results))
+    else:
+        print_table(display.results_table(results))
     print_lines(*display.footnotes(results), f"written to {path}")
 
 

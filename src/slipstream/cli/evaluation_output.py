@@ -28,6 +28,7 @@ _RATE_TITLES = {
     "out_of_bounds": "out of\nbounds",
     "timeout": "time\nout",
 }
+_MAX_SENSORS = 28
 _MEAN_TITLES = {"inside_share": "inside\nfield", "time_to_goal_s": "time\ns", "path_length_m": "path\nm"}
 
 
@@ -100,7 +101,8 @@ def robustness_table(results: Sequence[ScenarioResult]) -> Table:
     """Return a row for each combination of sensor faults: success of each candidate."""
     candidates = list(dict.fromkeys(result.flown.candidate for result in results))
     table = _make_table("scenario")
-    table.add_column("sensors")
+    # Three faults at once take two lines.
+    table.add_column("sensors", max_width=_MAX_SENSORS)
     for candidate in candidates:
         table.add_column(f"success:\n{candidate.replace('_', ' with ')}", justify="right", no_wrap=True)
     # Candidates follow each other for each scenario and fault.
@@ -161,7 +163,7 @@ def _percent(share: float) -> str:
 
 
 def _make_table(first: str) -> Table:
-    """Return an empty table with its first column. Without edges and with narrow gaps: every column counts."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    """Return an empty table with its first column. Without edges and padding: the box puts one space between columns."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     table.add_column(first, no_wrap=True)
     return table

@@ -13,11 +13,12 @@ from torch import nn
 
 from slipstream.batches import Batch, move, tensors_of
 from slipstream.checks import require_choice, require_count
-from slipstream.collect.batches import BatchMemory, Leaves, resolve_device
+from slipstream.collect.batches import BatchMemory, Leaves
 from slipstream.collect.modes import ModeGuard
 from slipstream.collect.policy import Fence, FrozenPolicy, Weights, find_cuda, hook_randomness, weights_to_state
 from slipstream.collect.producer import BatchProducer, Item, Order, check_base, devices_of, make_context
 from slipstream.collect.randomness import PrivateRandomness, draw_seed, warn_of_global_draws
+from slipstream.devices import resolve_device
 from slipstream.errors import ConfigurationError, StateMismatchError, UnsupportedStateError
 from slipstream.store.prefetch import Prefetcher
 
@@ -106,7 +107,9 @@ class PipelinedDataCollector:
             given = "neither" if collector is None else "both"
             raise ConfigurationError(f"give base_collector or collector (two names of one argument), got {given}")
         self.base_collector: Any = collector if base_collector is None else base_collector
-        self.device = resolve_device(device)
+        self.device: torch.device | None = None
+        if device is not None:
+            self.device = resolve_device(device)
         self._rng = rng
         self._auto_update = auto_update
         self._is_shut_down = False
