@@ -387,7 +387,9 @@ def test_statistics_separate_what_grows_with_the_steps_from_what_is_preallocated
 def test_a_batch_with_too_few_axes_is_refused_with_both_ways_to_fix_it():
     storage = PackedEpisodeStorage(100, ndim=2)
     flat = TensorDict({"o": torch.zeros(10, 3)}, batch_size=[10])
-    expected = r"shape \[10\] .* with ndim=2, expected at least 2 axes, such as \[environments, time\]: .* or use ndim=1"
+    expected = (
+        r"shape \[10\] .* with ndim=2, expected at least 2 axes, such as \[environments, time\]: .* or use ndim=1"
+    )
     with pytest.raises(ReplayError, match=expected):
         storage.set(range(10), flat)
     assert len(storage) == 0

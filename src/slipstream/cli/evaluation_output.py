@@ -163,7 +163,7 @@ def _percent(share: float) -> str:
 
 
 def _make_table(first: str) -> Table:
-    """Return an empty table with its first column. Without edges and padding: the box puts one space between columns."""
+    """Return an empty table with its first column. Without padding, the box puts one space between columns."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     table.add_column(first, no_wrap=True)
     return table

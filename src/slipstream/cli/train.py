@@ -73,8 +73,7 @@ def _refuse_hydra_options(cfg: str | None, config_source: str | None, *, multiru
         raise ConfigurationError("--multirun is not supported: start slipstream train once for each set of values")
     if config_source is not None:
         raise ConfigurationError(
-            f"a configuration of your own ({config_source}) is not supported: choose a preset= and override single "
-            "settings"
+            f"another configuration ({config_source}) is not supported: choose a preset= and override single settings"
         )
     if cfg not in (None, "job"):
         raise ConfigurationError(f"--cfg is {cfg!r}, expected job, as in: slipstream train --cfg job preset=quick")

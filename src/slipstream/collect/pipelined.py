@@ -50,8 +50,7 @@ class PipelinedDataCollector:
     * *Errors*: an exception of the base is raised in place of the batch that failed, as the cause of a
       `BackgroundError`, and again for every later batch.
     * *Stopping*: leaving a loop over the collector ends the thread, and so do `shutdown`, ``with``, garbage collection
-      and interpreter exit. Each waits for the batch in progress and for nothing else. The next loop returns the batches
-      that were collected ahead.
+      and interpreter exit. Each waits only for the batch in progress. The next loop returns what was collected ahead.
 
     With ``prefetch_count=0`` it is the base collector: same thread, same policy, same objects, no stamps.
 
@@ -107,9 +106,7 @@ class PipelinedDataCollector:
             given = "neither" if collector is None else "both"
             raise ConfigurationError(f"give base_collector or collector (two names of one argument), got {given}")
         self.base_collector: Any = collector if base_collector is None else base_collector
-        self.device: torch.device | None = None
-        if device is not None:
-            self.device = resolve_device(device)
+        self.device = resolve_device(device)
         self._rng = rng
         self._auto_update = auto_update
         self._is_shut_down = False

@@ -279,8 +279,8 @@ def _shape(axes: Iterable[int], dims: int) -> tuple[int, ...]:
     shape = tuple(axes)
     if len(shape) < dims:
         raise ReplayError(
-            f"a batch of shape {list(shape)} was given to a storage with ndim={dims}, expected at least {dims} axes, such "
-            "as [environments, time]: add the missing axes, or use ndim=1"
+            f"a batch of shape {list(shape)} was given to a storage with ndim={dims}, expected at least {dims} axes, "
+            "such as [environments, time]: add the missing axes, or use ndim=1"
         )
     return shape[:dims]
 
