@@ -36,6 +36,7 @@ from .datasets.sampler import AsyncSampler as AsyncSampler
 from .datasets.schema import describe as describe
 from .datasets.sequences import SequenceDataset as SequenceDataset
 from .datasets.sequences import SequenceStream as SequenceStream
+from .datasets.transitions import TransitionDataset as TransitionDataset
 from .errors import BackgroundError as BackgroundError
 from .errors import CodecError as CodecError
 from .errors import ConfigurationError as ConfigurationError

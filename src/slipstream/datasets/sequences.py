@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from slipstream.checks import require_count
-from slipstream.datasets.buffer import reading_threads
 from slipstream.datasets.cache import CacheSetting
 from slipstream.datasets.description import Fields
 from slipstream.datasets.opening import find_files
 from slipstream.datasets.recordings import load
 from slipstream.datasets.statistics import Statistics
+from slipstream.datasets.transitions import reading_threads
 from slipstream.errors import ConfigurationError, DatasetError
 from slipstream.memory import Pool
 
