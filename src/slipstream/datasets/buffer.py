@@ -168,9 +168,8 @@ class MultimodalReplayBuffer:
             NonFiniteError: If a number is NaN or infinite.
         """
         self._check_open()
-        for name, value in (("num_traj", num_traj), ("num_episodes", num_episodes)):
-            if value is not None:
-                require_count(name, value)
+        if num_traj is not None:
+            require_count("num_traj", num_traj)
         if isinstance(joint, Sequence) and not isinstance(joint, str):
             joint = tuple(joint)
         named = {
@@ -280,7 +279,7 @@ class MultimodalReplayBuffer:
         """Measure all that is loaded again, which replaces means and deviations that were assigned.
 
         Returns:
-            The statistics of ``action`` and ``joint``, also with their extremes.
+            Those of ``action`` and ``joint``, also with their extremes.
         """
         data = self._loaded()
         found = measure(data.parts, data.index)
@@ -296,8 +295,7 @@ class MultimodalReplayBuffer:
     def split(self, fraction: float = 0.1, seed: int = 0) -> tuple[MultimodalReplayBuffer, MultimodalReplayBuffer]:
         """Return two buffers with parts of the episodes, for training and for validation; no episode is in both.
 
-        Both share the memory and the files of this one, so closing any of them closes all. Both have the statistics of
-        the training part.
+        Both share the files of this one, so closing any of them closes all, and have the statistics of the training part.
 
         Args:
             fraction: Share of the episodes that are for validation; at least one is.
