@@ -295,7 +295,7 @@ class MultimodalReplayBuffer:
     def split(self, fraction: float = 0.1, seed: int = 0) -> tuple[MultimodalReplayBuffer, MultimodalReplayBuffer]:
         """Return two buffers with parts of the episodes, for training and for validation; no episode is in both.
 
-        Both share the files of this one, so closing any of them closes all, and have the statistics of the training part.
+        Both share the files of this one: closing any closes all. Both have the statistics of the training part.
 
         Args:
             fraction: Share of the episodes that are for validation; at least one is.
