@@ -600,7 +600,7 @@ def test_a_process_is_not_forked_while_frames_are_decoded():
 
 DECODING = """
     import os, sys, threading
-    from slipstream.datasets.handles import decode_each
+    from slipstream.datasets.files import decode_each
 
     begun, forking, ended = threading.Event(), threading.Event(), threading.Event()
 

@@ -22,7 +22,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from slipstream import __version__
-from slipstream.datasets.handles import Files
+from slipstream.datasets.files import Files
 from slipstream.datasets.identity import Identity, fingerprint
 from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
 from slipstream.memory import scratch

@@ -35,10 +35,10 @@ from slipstream.datasets.cache import (
     is_fresh,
     read_header,
 )
+from slipstream.datasets.describe import describe
 from slipstream.datasets.description import Description, Fields
+from slipstream.datasets.files import Files
 from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
-from slipstream.datasets.handles import Files
-from slipstream.datasets.schema import describe
 from slipstream.errors import DatasetError, MissingEntryError, SlipstreamError
 from slipstream.memory import aligned
 from slipstream.store.local import make_folder, sync_folder, write_error

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.datasets.cache import find_cache
+from slipstream.datasets.describe import describe
 from slipstream.datasets.description import Description, Fields, Images
+from slipstream.datasets.files import MAX_OPEN, Files
 from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
-from slipstream.datasets.handles import MAX_OPEN, Files
 from slipstream.datasets.opening import dataset, opened, read_rows
 from slipstream.datasets.plans import Plan, Room
-from slipstream.datasets.schema import describe
 from slipstream.errors import DatasetError, MissingEntryError, NonFiniteError
 from slipstream.memory import machine_bytes
 

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.checks import require_choice
+from slipstream.datasets.describe import describe
 from slipstream.datasets.description import Description, Fields, Images
+from slipstream.datasets.files import Files
 from slipstream.datasets.frames import DatasetSource, FrameReader, Request
-from slipstream.datasets.handles import Files
 from slipstream.datasets.opening import opened
-from slipstream.datasets.schema import describe
 from slipstream.errors import ConfigurationError, DatasetError, SlipstreamError, WriteError
 from slipstream.store.local import atomic_write
 from slipstream.text import install_hint

@@ -39,7 +39,7 @@ def inspect(
     Paths begin at the group of an episode, or at the root of a file without such groups.
     """
     from slipstream.cli.output import print_json
-    from slipstream.datasets.schema import describe
+    from slipstream.datasets.describe import describe
 
     found = describe(file, fields_of(camera, joint, action, reward, terminal, episodes))
     print_json(found.to_json() | {"caches": _caches(file)}) if json else _show(found)

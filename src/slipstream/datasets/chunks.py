@@ -11,8 +11,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.datasets.files import decode_each
 from slipstream.datasets.filters import Filter, can_decode
-from slipstream.datasets.handles import decode_each
 from slipstream.errors import CorruptFileError, DatasetError
 from slipstream.memory import machine_bytes
 from slipstream.text import install_hint
