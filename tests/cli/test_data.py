@@ -91,7 +91,23 @@ def test_ingest_makes_a_cache_that_inspect_shows(data, file):
     assert "cache: a.hdf5.16px.frames, 93 frames, fresh" in data("inspect", file).out
     with h5py.File(file, "a") as root:
         root["rewards"][0] = 5
+    assert "93 frames, to be compared with the file when it is loaded" in data("inspect", file).out
+    with h5py.File(file, "a") as root:
+        root["note"] = np.zeros(1000)
     assert "93 frames, stale" in data("inspect", file).out
+    assert "93 of 93 frames are new" in data("ingest", file, "--image-size", 16).out
+
+
+def test_ingest_adds_cameras_and_verifies(data, file):
+    assert "31 of 31 frames" in data("ingest", file, "--image-size", 16, "--camera", "left=observations/left_image").out
+    assert "62 of 93 frames are new" in data("ingest", file, "--image-size", 16).out
+    assert "was fresh already" in data("ingest", file, "--image-size", 16, "--verify").out
+    cache = file.with_name("a.hdf5.16px.frames")
+    content = bytearray(cache.read_bytes())
+    content[4100] ^= 1
+    cache.write_bytes(content)
+    assert "was fresh already" in data("ingest", file, "--image-size", 16).out
+    assert "93 of 93 frames are new" in data("ingest", file, "--image-size", 16, "--verify").out
 
 
 def test_ingest_takes_several_files_and_folders_and_another_place(data, tmp_path):

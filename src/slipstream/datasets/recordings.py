@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.datasets.cache import find_cache
+from slipstream.datasets.cached import RegisteredCache
 from slipstream.datasets.describe import describe
 from slipstream.datasets.description import Description, Fields, Images
 from slipstream.datasets.files import MAX_OPEN, Files
@@ -116,7 +117,7 @@ class Recordings:
                     description.identity.check(description.path)
                 number = self.frames.files.add(description.path, identity)
                 cache = find_cache(description.path, self._image_size, self._cache_setting)
-                cached = None if cache is None else cache.register(self.frames.files)
+                cached = None if cache is None else RegisteredCache(cache, self.frames.files, number)
                 self.file_starts.append(int(self.starts[episode]))
                 for plan in of_file:
                     group = root if plan.stretch.group == "/" else root[plan.stretch.group]
@@ -174,7 +175,7 @@ class Recordings:
                 target[ends] = np.asarray(after[starts[1:] - 1]).reshape(len(ends), -1)
             _check_finite(plan, after, target[ends], starts[1:] - 1)
 
-    def _index_frames(self, plan: Plan, episode: int, file: int, cache: Any) -> None:
+    def _index_frames(self, plan: Plan, episode: int, file: int, cache: RegisteredCache | None) -> None:
         """Note where the frames of a stretch are."""
         stretch = plan.stretch
         lengths = plan.lengths
@@ -196,7 +197,9 @@ class Recordings:
                 index.final_source[here] = self._source(plan, name, path, stretch.next_cameras[name], file, cache)
                 index.final_row[here] = rows + lengths - 1
 
-    def _source(self, plan: Plan, camera: str, path: str, images: Images, file: int, cache: Any) -> int:
+    def _source(
+        self, plan: Plan, camera: str, path: str, images: Images, file: int, cache: RegisteredCache | None
+    ) -> int:
         where = f"{plan.stretch.group.strip('/')}/{path}".lstrip("/")
         kind = images.kind
         if self.channels.setdefault(camera, kind.channels) != kind.channels:
@@ -206,14 +209,15 @@ class Recordings:
             )
         self.sizes[camera].add((kind.height, kind.width))
         self.paths[camera].add(path)
-        source = None if cache is None else cache.source(where, images.num_rows)
-        if source is None:
-            if kind.reading not in self.readings[camera]:
-                warn_if_slow(plan.description.path, camera, kind)
-            self.readings[camera].add(kind.reading)
-            return self.frames.add(DatasetSource(file, where, kind, images.offset))
-        self.readings[camera].add("cache")
-        return self.frames.add(source)
+        recorded = DatasetSource(file, where, kind, images.offset)
+        cached = None if cache is None else cache.source(where, images, recorded)
+        if cached is not None:
+            self.readings[camera].add("cache")
+            return self.frames.add(cached)
+        if kind.reading not in self.readings[camera]:
+            warn_if_slow(plan.description.path, camera, kind)
+        self.readings[camera].add(kind.reading)
+        return self.frames.add(recorded)
 
     def locate(self, camera: str, episodes: NDArray[np.int64], numbers: NDArray[np.int64]) -> tuple[Any, Any]:
         """Return source and row of observations: number 0 to `n` of an episode of `n` steps."""
