@@ -32,7 +32,6 @@ from .datasets.buffer import MultimodalReplayBuffer as MultimodalReplayBuffer
 from .datasets.describe import describe as describe
 from .datasets.description import Fields as Fields
 from .datasets.ingest import ingest as ingest
-from .datasets.repack import repack as repack
 from .datasets.sampler import AsyncSampler as AsyncSampler
 from .datasets.sequences import SequenceDataset as SequenceDataset
 from .datasets.sequences import SequenceStream as SequenceStream

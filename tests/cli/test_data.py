@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import Server, serve
 from tests.datasets.conftest import write_a, write_robomimic
 
-COMMANDS = ["inspect", "repack", "ingest"]
+COMMANDS = ["inspect", "ingest"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_inspect_shows_what_a_file_holds_as_a_table(data, file):
     assert line.split() == [
         "left", "observations/left_image", "uint8", "31x20x24x3", "chunks", "16x20x24x3", "gzip", "chunks",
     ]  # fmt: skip
-    assert "note: reading a frame of the camera left decodes 16 times its size; `slipstream data repack`" in result.out
+    assert "note: reading a frame of the camera left decodes 16 times its size; `slipstream data ingest`" in result.out
 
 
 def test_inspect_prints_json(data, file):
@@ -70,17 +70,6 @@ def test_inspect_takes_names_for_what_is_not_recognised(data, tmp_path):
     found = data.json("inspect", path, "--camera", "left=eye", "--joint", "arm", "--action", "cmd")
     assert (found["layout"], found["transitions"], found["cameras"]) == ("explicit", 4, ["left"])
     assert "expected a name and a path" in data("inspect", path, "--camera", "eye").err
-
-
-def test_repack_then_inspect_has_nothing_to_say_against_it(data, file, tmp_path):
-    result = data("repack", file, tmp_path / "b.hdf5", "--compression", "zstd")
-    assert (result.code, result.err) == (0, "")
-    assert "93 frames" in result.out
-    assert data.json("inspect", tmp_path / "b.hdf5")["notes"] == []
-    again = data("repack", file, tmp_path / "b.hdf5")
-    assert (again.code, again.out) == (2, "")
-    assert "is there already" in again.err
-    assert data("repack", file, tmp_path / "b.hdf5", "--overwrite").code == 0
 
 
 def test_ingest_makes_a_cache_that_inspect_shows(data, file):
@@ -135,7 +124,7 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing_behind(data, file, tmp_pat
         file.unlink()
         file.mkdir()
     before = sorted(tmp_path.iterdir())
-    result = data(command, file, *([tmp_path / "out.hdf5"] if command == "repack" else []))
+    result = data(command, file)
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("slipstream: ")
     assert result.err.count("\n") == 1

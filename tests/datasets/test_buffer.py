@@ -457,13 +457,13 @@ def test_a_file_that_changed_or_went_after_loading_is_an_error(file_a, tmp_path)
         buffer.sample(4)
 
 
-def test_a_camera_that_only_hdf5_can_read_is_read_with_a_warning_that_says_how_to_repack(tmp_path, caplog):
+def test_a_camera_that_only_hdf5_can_read_is_read_with_a_warning_that_says_what_to_do(tmp_path, caplog):
     path = write_minari(tmp_path / "m.hdf5", jpeg=True)
     with MultimodalReplayBuffer(3, 5, image_size=16) as buffer, caplog.at_level(logging.WARNING):
         buffer.load_from_hdf5(path, cameras=dict.fromkeys(CAMERAS, "observations/image"))
         batch = everything(buffer)
     assert "can be read by HDF5 only, one frame at a time (its rows have lengths of their own)" in caplog.text
-    assert "`slipstream data repack`" in caplog.text
+    assert "`slipstream data ingest`" in caplog.text
     red = batch.left[:, 0].float().mean((1, 2))
     assert red.tolist() == pytest.approx([0, 1, 2, 100, 101, 102, 103, 200, 201, 202, 203, 204], abs=4)  # JPEG is lossy
 

@@ -26,7 +26,7 @@ Encoding = Literal["raw", "rgb", "bgr"]
 _CHANNELS = (1, 3, 4)
 _MAX_ROW_BYTES = 1 << 30
 _PICTURES = (b"\xff\xd8\xff", b"\x89PNG")
-REPACK = "`slipstream data repack` writes a copy that is read in parallel"
+REPACK = "`slipstream data ingest` stores resized frames, once, that are read in parallel"
 
 
 @dataclass(frozen=True)
