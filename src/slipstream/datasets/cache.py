@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from slipstream import __version__
 from slipstream.datasets.handles import Files
 from slipstream.datasets.identity import Identity, fingerprint
+from slipstream.datasets.prepare import Interpolation
 from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
 from slipstream.memory import scratch
 from slipstream.store.local import open_regular
@@ -242,8 +243,14 @@ class CacheSource:
         self._zstd = header.codec == "zstd"
         self._place, self._first, self._verified = place, first, verified
 
-    def read(self, files: Files, rows: Sequence[int], targets: Sequence[NDArray[np.uint8]]) -> None:
-        """Read frames, each into its target."""
+    def read(
+        self,
+        files: Files,
+        rows: Sequence[int],
+        targets: Sequence[NDArray[np.uint8]],
+        interpolation: Interpolation = "linear",
+    ) -> None:
+        """Read frames, each into its target. They are resized already, so `interpolation` has no effect."""
         with files.borrow(self.file) as descriptor:
             for row, target in zip(rows, targets, strict=True):
                 sound = (
