@@ -15,10 +15,11 @@ turns a file that got shorter into a crash.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from slipstream.datasets.chunks import REPACK, ChunkTable, FrameKind
 from slipstream.datasets.files import Files, decode_each
 from slipstream.datasets.filters import decode_chunk
 from slipstream.datasets.opening import dataset
+from slipstream.datasets.prepare import Frame, Interpolation, placing
 from slipstream.errors import CodecError, CorruptFileError, SlipstreamError
 from slipstream.memory import scratch, scratch_scope
 from slipstream.text import install_hint
@@ -45,8 +47,6 @@ _LEAST_FRAMES, _MOST_FRAMES = 4, 256  # in a part of a batch, which one thread r
 _ROW_BITS = 40
 _BYTES = np.dtype(np.uint8)
 
-Frame = NDArray[np.uint8]
-
 
 class Source(Protocol):
     """Where the frames of one dataset are read from."""
@@ -57,7 +57,9 @@ class Source(Protocol):
     def rows_together(self) -> int:
         """How many neighbours are decoded with a frame, and given to `read` together; 0 if it takes any rows."""
 
-    def read(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def read(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation = "linear"
+    ) -> None:
         """Read frames, each into its target ``[channels, height, width]``, resized to that."""
 
 
@@ -93,8 +95,15 @@ class FrameReader:
         self.sources.append(source)
         return len(self.sources) - 1
 
-    def read(self, requests: Sequence[Request], threads: int | None = None) -> None:
+    def read(
+        self, requests: Sequence[Request], threads: int | None = None, interpolation: Interpolation = "linear"
+    ) -> None:
         """Fill the memory of all requests; a frame that is asked for twice by one request is decoded once.
+
+        Args:
+            requests: What to read, and into which memory.
+            threads: Number of threads; by default one per core.
+            interpolation: How to resize frames that are stored in another size.
 
         Raises:
             CorruptFileError: If a frame cannot be read or decoded.
@@ -113,7 +122,8 @@ class FrameReader:
             origin = first[inverse]
             repeated = np.flatnonzero(origin != np.arange(len(keys)))
             repeats.append((request.out, places[repeated], places[origin[repeated]]))
-        decode_each(self._read_block, list(_blocks(groups, part)), count)
+        read_block = functools.partial(self._read_block, interpolation)
+        decode_each(read_block, list(_blocks(groups, part)), count)
         for out, to, origin in repeats:
             for target, source in zip(to.tolist(), origin.tolist(), strict=True):
                 out[target] = out[source]
@@ -136,10 +146,10 @@ class FrameReader:
             for some, wanted in zip(np.split(mine, cuts), np.split(places[first:last], cuts), strict=True):
                 yield source, some.tolist(), [out[place] for place in wanted.tolist()]
 
-    def _read_block(self, block: list[tuple[Source, list[int], list[Frame]]]) -> None:
+    def _read_block(self, interpolation: Interpolation, block: list[tuple[Source, list[int], list[Frame]]]) -> None:
         with scratch_scope():
             for source, rows, targets in block:
-                source.read(self.files, rows, targets)
+                source.read(self.files, rows, targets, interpolation)
 
 
 def _blocks(groups: Sequence[Any], part: int) -> Iterator[list[Any]]:
@@ -177,31 +187,35 @@ class DatasetSource:
         """How many neighbours are decoded with a frame, and given to `read` together; 0 if it takes any rows."""
         return self.kind.chunk[0] if self.kind.chunk else 0
 
-    def read(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def read(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation = "linear"
+    ) -> None:
         """Read frames, each into its target, resized to that."""
         if self.kind.reading == "chunks":
-            self._read_chunks(files, rows, targets)
+            self._read_chunks(files, rows, targets, interpolation)
         elif self.kind.reading == "contiguous":
-            self._read_contiguous(files, rows, targets)
+            self._read_contiguous(files, rows, targets, interpolation)
         else:
             for row, target in zip(rows, targets, strict=True):
-                self._place(files, self._by_hdf5(files, row), target, row)
+                self._place(files, self._by_hdf5(files, row), target, row, interpolation)
 
-    def _read_contiguous(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def _read_contiguous(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation
+    ) -> None:
         """Read frames by their position; straight into the batch if they are stored as they are wanted."""
         kind, size, offset = self.kind, self.kind.row_bytes, self.offset
         raw = scratch("row", kind.row_bytes, _BYTES).reshape(kind.row_shape)
         as_wanted = kind.encoding == "raw" and kind.channels_first and targets[0].shape == kind.row_shape
-        put = (
-            placing(raw.shape, targets[0].shape, channels_first=kind.channels_first) if kind.encoding == "raw" else None
-        )
+        put = None
+        if kind.encoding == "raw":
+            put = placing(raw.shape, targets[0].shape, channels_first=kind.channels_first, interpolation=interpolation)
         with files.borrow(self.file) as descriptor:
             for row, target in zip(rows, targets, strict=True):
                 if not pread_into(descriptor, target if as_wanted else raw, offset + row * size):
                     files.check(self.file)
                     raise self._damage(files, row, "the file ends before it")
                 if put is None:
-                    self._place(files, raw, target, row)
+                    self._place(files, raw, target, row, interpolation)
                 elif not as_wanted:
                     put(raw, target)
 
@@ -209,7 +223,9 @@ class DatasetSource:
         with files.hdf5(self.file) as file, self._naming(files, row):
             return np.asarray(dataset(file, self.path)[row])
 
-    def _read_chunks(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def _read_chunks(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation
+    ) -> None:
         """Read frames that are in the same chunks."""
         kind, table = self.kind, self._chunk_table(files, rows[0])
         chunk_row = rows[0] // kind.chunk[0]
@@ -221,7 +237,7 @@ class DatasetSource:
         else:
             frames = list(self._assemble(files, table, numbers, within, rows[0]))
         for row, frame, target in zip(rows, frames, targets, strict=True):
-            self._place(files, frame, target, row)
+            self._place(files, frame, target, row, interpolation)
 
     def _assemble(
         self, files: Files, table: ChunkTable, numbers: range, within: list[int], row: int
@@ -263,16 +279,20 @@ class DatasetSource:
                 files.check(self.file)
                 raise self._damage(files, row, "the file ends before it")
 
-    def _place(self, files: Files, raw: NDArray[np.uint8], target: Frame, row: int) -> None:
+    def _place(
+        self, files: Files, raw: NDArray[np.uint8], target: Frame, row: int, interpolation: Interpolation
+    ) -> None:
         if self.kind.encoding == "raw":
-            placing(raw.shape, target.shape, channels_first=self.kind.channels_first)(raw, target)
+            put = placing(raw.shape, target.shape, channels_first=self.kind.channels_first, interpolation=interpolation)
+            put(raw, target)
             return
         flag = cv2.IMREAD_GRAYSCALE if self.kind.channels == 1 else cv2.IMREAD_COLOR
         picture = decode_picture(raw, flag)
         if picture is None:
             raise self._damage(files, row, "it is not a picture that can be decoded")
         picture = picture[..., None] if picture.ndim == 2 else picture
-        placing(picture.shape, target.shape, swap=self.kind.encoding == "rgb")(picture, target)
+        put = placing(picture.shape, target.shape, swap=self.kind.encoding == "rgb", interpolation=interpolation)
+        put(picture, target)
 
     @contextlib.contextmanager
     def _naming(self, files: Files, row: int) -> Iterator[None]:
@@ -313,54 +333,6 @@ def decode_picture(raw: NDArray[np.uint8], flag: int) -> Any:
         return cv2.imdecode(raw, flag) if raw.size else None
     except cv2.error:
         return None
-
-
-def placing(
-    shape: Sequence[int], target: Sequence[int], *, channels_first: bool = False, swap: bool = False
-) -> Callable[[Frame, Frame], None]:
-    """Return what puts images of one shape into targets of another, resized; it is for this thread only.
-
-    Shrinking to half or less averages the pixels that fall together; anything else is interpolated between the four
-    nearest, which takes a seventh of the time and is as good at such scales.
-
-    Args:
-        shape: Of an image: ``[height, width, channels]``, or channels first.
-        target: Of a target: ``[channels, height, width]``.
-        channels_first: Which of the two `shape` is.
-        swap: Whether to exchange the first and the third channel.
-    """
-    height, width = shape[1:] if channels_first else shape[:2]
-    channels, size = target[0], (target[2], target[1])
-    same = (width, height) == size
-    method = cv2.INTER_AREA if width >= 2 * size[0] and height >= 2 * size[1] else cv2.INTER_LINEAR
-
-    def resize(image: Frame, out: Frame) -> None:
-        if same:
-            out[...] = image
-        else:
-            cv2.resize(image if image.flags.c_contiguous else image.copy(), size, dst=out, interpolation=method)
-
-    def by_planes(image: Frame, out: Frame) -> None:
-        for part, plane in zip(image if channels_first else (image[..., 0],), out, strict=True):
-            resize(part, plane)
-
-    if channels_first or channels == 1:
-        return by_planes
-    order = [2, 1, 0, *range(3, channels)] if swap and channels >= 3 else list(range(channels))
-
-    def split(image: Frame, out: Frame) -> None:
-        cv2.split(image, [out[number] for number in order])
-
-    if same:
-        return split
-    middle_shape = (target[1], target[2], channels)
-    middle = scratch("resized", math.prod(middle_shape), _BYTES, skew=1024).reshape(middle_shape)
-
-    def resize_and_split(image: Frame, out: Frame) -> None:
-        resize(image, middle)
-        cv2.split(middle, [out[number] for number in order])
-
-    return resize_and_split
 
 
 def warn_if_slow(path: object, camera: str, kind: FrameKind) -> None:

@@ -51,6 +51,7 @@ class Recordings:
     """Episodes of one or several files; nothing in it changes once it is loaded.
 
     Attributes:
+        plans: Which episodes of which files these are.
         joint: ``[observations, joint_dim]``, `n + 1` per episode.
         action: ``[steps, action_dim]``.
         reward: ``[steps]``.
@@ -67,6 +68,7 @@ class Recordings:
     """
 
     def __init__(self, plans: Sequence[Plan], cameras: Sequence[str], image_size: int | None, cache: Any) -> None:
+        self.plans = tuple(plans)
         self.camera_names = tuple(cameras)
         lengths = np.concatenate([plan.lengths for plan in plans])
         self.starts: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
