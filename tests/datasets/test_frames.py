@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream import CorruptFileError, DatasetError
+from slipstream.datasets.chunks import frame_kind
+from slipstream.datasets.files import Files
 from slipstream.datasets.filters import Filter, decode_chunk
 from slipstream.datasets.frames import DatasetSource, FrameReader, Request
-from slipstream.datasets.handles import Files
 from slipstream.datasets.identity import Identity
-from slipstream.datasets.storage import frame_kind
 from slipstream.errors import CodecError
 
 ROWS, HEIGHT, WIDTH = 11, 30, 40

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.datasets.chunks import FrameKind
 from slipstream.datasets.identity import Identity
-from slipstream.datasets.storage import FrameKind
 
 Final = Literal["own", "stream", "next", "none"]
 """Where the observation after an episode's last step is: ``own``, a row more in the episode; ``stream``, only after the

@@ -26,11 +26,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.datasets.chunks import REPACK, ChunkTable, FrameKind
+from slipstream.datasets.files import Files, decode_each
 from slipstream.datasets.filters import decode_chunk
-from slipstream.datasets.handles import Files, decode_each
 from slipstream.datasets.opening import dataset
 from slipstream.datasets.prepare import Frame, Interpolation, placing
-from slipstream.datasets.storage import REPACK, ChunkTable, FrameKind
 from slipstream.errors import CodecError, CorruptFileError, SlipstreamError
 from slipstream.memory import scratch, scratch_scope
 from slipstream.text import install_hint

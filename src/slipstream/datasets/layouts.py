@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import h5py
 
+from slipstream.datasets.chunks import is_camera
 from slipstream.datasets.description import Fields, Roles
 from slipstream.datasets.opening import leaves, listing, member, natural
-from slipstream.datasets.storage import is_camera
 from slipstream.errors import DatasetError, MissingEntryError
 
 ACTIONS = ("actions", "action")

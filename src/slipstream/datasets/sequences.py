@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from slipstream.checks import require_count
-from slipstream.datasets.buffer import reading_threads
 from slipstream.datasets.cache import CacheSetting
 from slipstream.datasets.description import Fields
 from slipstream.datasets.extras import load_extras, require_extras
@@ -25,6 +24,7 @@ from slipstream.datasets.opening import find_files
 from slipstream.datasets.prepare import ImageSize, Interpolation, require_image_size, require_interpolation
 from slipstream.datasets.recordings import Recordings, load
 from slipstream.datasets.statistics import Statistics
+from slipstream.datasets.transitions import reading_threads
 from slipstream.errors import ConfigurationError, DatasetError
 from slipstream.memory import Pool
 

@@ -10,11 +10,11 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.datasets.chunks import REPACK, FrameKind, frame_kind
 from slipstream.datasets.description import Description, Fields, Final, Images, Roles, Row, Stretch
 from slipstream.datasets.filters import Filter
 from slipstream.datasets.layouts import Layout, find_layout, find_roles
 from slipstream.datasets.opening import check_numbers, dataset, member, opened
-from slipstream.datasets.storage import REPACK, FrameKind, frame_kind
 from slipstream.errors import DatasetError, NonFiniteError
 from slipstream.memory import machine_bytes
 

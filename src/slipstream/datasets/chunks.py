@@ -11,8 +11,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.datasets.files import decode_each
 from slipstream.datasets.filters import Filter, can_decode
-from slipstream.datasets.handles import decode_each
 from slipstream.errors import CorruptFileError, DatasetError
 from slipstream.memory import machine_bytes
 from slipstream.text import install_hint
@@ -26,7 +26,7 @@ Encoding = Literal["raw", "rgb", "bgr"]
 _CHANNELS = (1, 3, 4)
 _MAX_ROW_BYTES = 1 << 30
 _PICTURES = (b"\xff\xd8\xff", b"\x89PNG")
-REPACK = "`slipstream data repack` writes a copy that is read in parallel"
+REPACK = "`slipstream data ingest` stores resized frames, once, that are read in parallel"
 
 
 @dataclass(frozen=True)
