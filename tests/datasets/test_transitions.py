@@ -98,6 +98,21 @@ def test_cameras_may_be_chosen_named_or_left_out(tmp_path):
         TransitionDataset(path, cameras=["wrist"])
 
 
+def test_images_may_have_any_height_and_width(file_a):
+    with TransitionDataset(file_a, image_size=(8, 20), interpolation="nearest") as data:
+        image = data[3]["images"]["left"]
+        assert image.shape == (3, 8, 20)
+        assert row_of(image) == 3
+
+
+def test_ranks_draw_different_samples_and_a_seed_repeats_them(file_a):
+    drawn = []
+    for rank in (0, 1, 1):
+        with TransitionDataset(file_a, image_size=16, seed=2, rank=rank, world_size=2) as data:
+            drawn.append(data.sample(50)["action"][:, 0].tolist())
+    assert drawn[0] != drawn[1] == drawn[2]
+
+
 def test_one_number_is_one_transition_and_negative_ones_count_from_the_end(file_a):
     with TransitionDataset(file_a, image_size=16) as data:
         one = data[-1]
@@ -106,10 +121,11 @@ def test_one_number_is_one_transition_and_negative_ones_count_from_the_end(file_
         assert (int(one["episode"]), int(one["step"])) == (2, 9)
         assert one["not_done"].tolist() == [1]
         for index in (30, -31):
-            with pytest.raises(IndexError, match="of 30"):
+            with pytest.raises(IndexError, match="expected -30 to 29"):
                 data[index]
-        with pytest.raises(TypeError, match="indices are float64, expected whole numbers"):
+        with pytest.raises(ConfigurationError, match="expected whole numbers or a mask"):
             data[[0.5]]
+        assert data[np.arange(30) == 4]["step"].tolist() == data[4:5]["step"].tolist() == [4]
         with pytest.raises(ConfigurationError, match=r"indices have shape \[2\], expected \[3\]"):
             data.sample(3, np.array([1, 2]))
 

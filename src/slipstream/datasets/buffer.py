@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from slipstream.datasets.index import measure
 from slipstream.datasets.randomness import Randomness
 from slipstream.datasets.recordings import Recordings
 from slipstream.datasets.statistics import Statistics
-from slipstream.datasets.transitions import Transition, TransitionDataset, choose_scale
-from slipstream.datasets.views import Storage, describe_images
+from slipstream.datasets.transitions import TransitionDataset, choose_scale
+from slipstream.datasets.views import Storage, Transitions, as_tuple, describe_images
 from slipstream.errors import DatasetError, MissingEntryError
 
 logger = logging.getLogger(__name__)
@@ -31,22 +31,6 @@ CAMERAS = ("left", "right", "global")
 
 Values = TypeVar("Values", torch.Tensor, NDArray[Any])
 Moments = NDArray[np.float32] | None
-
-
-class Transitions(NamedTuple):
-    """A batch of transitions, in the order that training code unpacks it."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-    global_: torch.Tensor
-    joint: torch.Tensor
-    action: torch.Tensor
-    next_left: torch.Tensor
-    next_right: torch.Tensor
-    next_global: torch.Tensor
-    next_joint: torch.Tensor
-    reward: torch.Tensor
-    not_done: torch.Tensor
 
 
 class MultimodalReplayBuffer:
@@ -68,6 +52,8 @@ class MultimodalReplayBuffer:
             bytes and are converted there.
         image_scale: Largest value of floating images: 1 or 255. 1 by default.
         seed: Makes samples repeatable. Random by default.
+        rank: Number of this process among those that train together; see `TransitionDataset`.
+        world_size: Number of these processes; likewise.
         threads: How many threads read and resize; by default one per core, and one in a worker of a `DataLoader`.
 
     Attributes:
@@ -102,6 +88,8 @@ class MultimodalReplayBuffer:
         image_dtype: torch.dtype = torch.uint8,
         image_scale: int | None = None,
         seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
         threads: int | None = None,
     ) -> None:
         self.action_dim = require_count("action_dim", action_dim)
@@ -118,8 +106,8 @@ class MultimodalReplayBuffer:
         self.joint_mean: Moments = None
         self.joint_std: Moments = None
         self._threads = threads
-        # Of the first dataset; those that are joined to it draw with its numbers.
-        self._seed = Randomness(seed).seed
+        # For the first dataset; those that are joined to it draw with its numbers.
+        self._randomness = Randomness(seed, rank, world_size)
         self._data: TransitionDataset | None = None
         self._closed = False
 
@@ -190,7 +178,8 @@ class MultimodalReplayBuffer:
         data = TransitionDataset(
             hdf5_path, cameras=CAMERAS, image_size=self.image_size, image_dtype=self.image_dtype,
             image_scale=self.image_scale, fields=replace(fields or Fields(), **given), num_transitions=limit,
-            num_episodes=num_episodes, cache=cache, device=self.device, seed=self._seed, threads=self._threads,
+            num_episodes=num_episodes, cache=cache, device=self.device, threads=self._threads,
+            seed=self._randomness.seed, rank=self._randomness.rank, world_size=self._randomness.world_size,
         )  # fmt: skip
         try:
             self._check_widths(data.parts[0])
@@ -239,7 +228,7 @@ class MultimodalReplayBuffer:
             DatasetError: If nothing is loaded, the buffer is closed, or a file changed since it was loaded.
             CorruptFileError: If an image cannot be read.
         """
-        return _as_tuple(self._loaded().sample(batch_size, indices))
+        return as_tuple(self._loaded().sample(batch_size, indices))
 
     def normalize_action(self, action: Values) -> Values:
         """Return actions, a tensor or an array, minus `action_mean`, divided by `action_std`."""
@@ -388,13 +377,3 @@ class MultimodalReplayBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _as_tuple(batch: Transition) -> Transitions:
-    """Put the values of a batch in the order of training code."""
-    now = batch["images"]
-    after = batch["next_images"]
-    return Transitions(
-        now["left"], now["right"], now["global"], batch["joint"], batch["action"],
-        after["left"], after["right"], after["global"], batch["next_joint"], batch["reward"], batch["not_done"],
-    )  # fmt: skip

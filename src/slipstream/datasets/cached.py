@@ -133,7 +133,7 @@ class CacheSource:
         targets: Sequence[NDArray[np.uint8]],
         interpolation: Interpolation = "linear",
     ) -> None:
-        """Read frames, each into its target. Cached frames are resized already, always linearly.
+        """Read frames, each into its target. They are resized already: `interpolation` is for the fallback only.
 
         Raises:
             CorruptFileError: If a frame is damaged and there is no fallback.
@@ -150,7 +150,7 @@ class CacheSource:
                 if self._state.note():
                     logger.warning("%s; frames are read from %s instead", error, files.paths[self.file])
         for number in damaged:
-            self._read_damaged(files, rows[number], targets[number])
+            self._read_damaged(files, rows[number], targets[number], interpolation)
 
     def _read_all(self, descriptor: int, rows: Sequence[int], targets: Sequence[NDArray[np.uint8]]) -> list[int]:
         """Read frames, and return the numbers of those that are damaged."""
@@ -205,7 +205,7 @@ class CacheSource:
         target.reshape(-1)[:] = np.frombuffer(pixels, np.uint8)
         return record[length:]
 
-    def _read_damaged(self, files: Files, row: int, target: NDArray[np.uint8]) -> None:
+    def _read_damaged(self, files: Files, row: int, target: NDArray[np.uint8], interpolation: Interpolation) -> None:
         """Read a frame from the recorded file, which the cache does not have as it should be."""
         if self._fallback is None:
             raise CorruptFileError(
@@ -218,4 +218,4 @@ class CacheSource:
                 "verify=True (--verify)",
                 files.paths[self._file], row, self.path, files.paths[self.file],
             )  # fmt: skip
-        self._fallback.read(files, [row], [target])
+        self._fallback.read(files, [row], [target], interpolation)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.datasets.opening import dataset, listing, member, opened
-from slipstream.datasets.recordings import Plan
+from slipstream.datasets.plans import Plan
 from slipstream.errors import ConfigurationError, DatasetError, MissingEntryError, NonFiniteError
 from slipstream.memory import machine_bytes
 

@@ -18,7 +18,9 @@ from slipstream.checks import require_count
 from slipstream.datasets.cache import CacheSetting
 from slipstream.datasets.description import Fields
 from slipstream.datasets.index import COLUMNS, EpisodeIndex, Places, gather, measure
+from slipstream.datasets.indices import require_indices
 from slipstream.datasets.opening import find_files
+from slipstream.datasets.prepare import Interpolation, require_image_size, require_interpolation
 from slipstream.datasets.randomness import Randomness
 from slipstream.datasets.recordings import Recordings, load
 from slipstream.datasets.statistics import Statistics
@@ -50,7 +52,8 @@ class TransitionDataset(Dataset[Transition]):
         path: A file, several, or a folder of them.
         cameras: Which cameras, by the names that ``slipstream data inspect`` shows; or paths by name. All by default;
             an empty list reads none.
-        image_size: Height and width that images are resized to.
+        image_size: Side that images are resized to, or ``(height, width)``.
+        interpolation: How images are resized; see `prepare_frame`, which does the same to a live camera frame.
         image_dtype: ``torch.uint8``, 0 to 255 as they are stored, or a floating dtype. Images move to the device as
             bytes and are converted there.
         image_scale: Largest value of floating images: 1 or 255. 1 by default.
@@ -60,6 +63,9 @@ class TransitionDataset(Dataset[Transition]):
         cache: Whether to use a cache made by `ingest`, or the folder where caches are.
         device: Where batches go.
         seed: Makes samples repeatable. Random by default.
+        rank: Number of this process among those that train together; each draws different samples. By default that of
+            ``torch.distributed`` or of the environment variable ``RANK``.
+        world_size: Number of these processes; likewise.
         threads: How many threads read; by default one per core, and one in a worker.
 
     Raises:
@@ -86,7 +92,8 @@ class TransitionDataset(Dataset[Transition]):
         path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         cameras: Sequence[str] | Mapping[str, str] | None = None,
-        image_size: int = 224,
+        image_size: int | tuple[int, int] = 224,
+        interpolation: Interpolation = "linear",
         image_dtype: torch.dtype = torch.uint8,
         image_scale: int | None = None,
         fields: Fields | None = None,
@@ -95,9 +102,15 @@ class TransitionDataset(Dataset[Transition]):
         cache: CacheSetting = True,
         device: str | torch.device = "cpu",
         seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
         threads: int | None = None,
     ) -> None:
-        self.image_size = require_count("image_size", image_size)
+        size = require_image_size(image_size)
+        if size is None:
+            raise ConfigurationError("image_size is None, expected a whole number or (height, width)")
+        self.image_size = size
+        self.interpolation = require_interpolation(interpolation)
         self.image_scale = choose_scale(image_dtype, image_scale)
         for name, value in (
             ("num_transitions", num_transitions), ("num_episodes", num_episodes), ("threads", threads),
@@ -107,14 +120,21 @@ class TransitionDataset(Dataset[Transition]):
         self.image_dtype = image_dtype
         self.device = torch.device(device)
         self._threads = threads
-        self._randomness = Randomness(seed)
+        self._randomness = Randomness(seed, rank, world_size)
         self._memory = Pool()
         self._closed = False
         if isinstance(cameras, Mapping):
             fields = replace(fields or Fields(), cameras=dict(cameras))
+        # A cache holds square frames that were resized linearly.
+        side = None
+        if self.image_size[0] == self.image_size[1] and interpolation == "linear":
+            side = self.image_size[0]
+        names = None
+        if cameras is not None:
+            names = list(cameras)
         part = load(
-            find_files(path), fields, cameras=None if cameras is None else list(cameras), num_episodes=num_episodes,
-            num_transitions=num_transitions, image_size=image_size, cache=cache,
+            find_files(path), fields, cameras=names, num_episodes=num_episodes, num_transitions=num_transitions,
+            image_size=side, cache=cache,
         )  # fmt: skip
         if not part.transitions.sum():
             part.close()
@@ -203,7 +223,7 @@ class TransitionDataset(Dataset[Transition]):
         """Keep only the episodes in an index, and draw from them with another seed."""
         self.index = index
         self.statistics = statistics
-        self._randomness = Randomness(seed)
+        self._randomness = Randomness(seed, self._randomness.rank, self._randomness.world_size)
 
     def sample(self, batch_size: int, indices: NDArray[np.int64] | None = None) -> Transition:
         """Draw transitions at random, with replacement, and read their images; blocks until they are read.
@@ -219,31 +239,30 @@ class TransitionDataset(Dataset[Transition]):
         require_count("batch_size", batch_size)
         if indices is None:
             indices = self._randomness.draw(len(self), batch_size)
-        indices = np.asarray(indices)
-        if indices.shape != (batch_size,):
-            raise ConfigurationError(f"indices have shape {list(indices.shape)}, expected [{batch_size}]")
+        if np.shape(indices) != (batch_size,):
+            raise ConfigurationError(f"indices have shape {list(np.shape(indices))}, expected [{batch_size}]")
         return self.read(indices)
 
-    def __getitem__(self, index: int | Sequence[int] | NDArray[np.int64] | torch.Tensor) -> Transition:
-        if np.ndim(index) == 0:
-            return _pick(self.read(np.asarray(index).reshape(1)), 0)
-        return self.read(np.asarray(index))
+    def __getitem__(self, index: int | slice | Sequence[int] | NDArray[Any] | torch.Tensor) -> Transition:
+        if not isinstance(index, slice) and np.ndim(index) == 0:
+            return _pick(self.read([index]), 0)
+        return self.read(index)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Transition]:
         """Read several transitions at once, as `DataLoader` asks for them."""
-        batch = self.read(np.asarray(indices))
+        batch = self.read(indices)
         return [_pick(batch, number) for number in range(len(indices))]
 
-    def read(self, indices: NDArray[Any]) -> Transition:
-        """Return a batch of the transitions with these numbers; negative ones count from the end.
+    def read(self, indices: Any) -> Transition:
+        """Return a batch of some transitions: whole numbers, negative ones from the end; a slice; or a mask.
 
         Raises:
-            IndexError: If a number is out of range.
-            TypeError: If they are not whole numbers.
+            ConfigurationError: If they are not whole numbers, or a mask has another length.
+            OutOfRangeError: If a transition does not exist.
         """
         if self._closed:
             raise DatasetError("the dataset is closed, and nothing can be read from it any more")
-        places = self.index.locate(self._checked(indices))
+        places = self.index.locate(require_indices(indices, len(self)))
         now, after = self._read_images(places)
         batch: Transition = {"images": now, "next_images": after}
         for name in COLUMNS:
@@ -255,20 +274,12 @@ class TransitionDataset(Dataset[Transition]):
         batch["step"] = torch.from_numpy(places.step)
         return batch
 
-    def _checked(self, indices: NDArray[Any]) -> NDArray[np.int64]:
-        if indices.dtype.kind not in "iu" and indices.size:
-            raise TypeError(f"indices are {indices.dtype}, expected whole numbers")
-        count = len(self)
-        if indices.size and (indices.min() < -count or indices.max() >= count):
-            raise IndexError(f"transitions {indices.min()} to {indices.max()} of {count}")
-        return indices.astype(np.int64) % count
-
     def _read_images(self, places: Places) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Read the images before and after some transitions, in one call: neighbours share frames."""
         count = len(places.part)
         images = {}
         for name in self.cameras:
-            shape = (2 * count, self.parts[0].channels[name], self.image_size, self.image_size)
+            shape = (2 * count, self.parts[0].channels[name], *self.image_size)
             images[name] = self._memory.take(shape)
         for number in np.unique(places.part).tolist():
             where = np.flatnonzero(places.part == number)
@@ -281,7 +292,7 @@ class TransitionDataset(Dataset[Transition]):
             for name, out in images.items():
                 requests.append(part.request(name, episodes, numbers, out, targets))
             if requests:
-                part.frames.read(requests, reading_threads(self._threads))
+                part.frames.read(requests, reading_threads(self._threads), self.interpolation)
         now = {}
         after = {}
         for name, out in images.items():

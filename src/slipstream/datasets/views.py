@@ -1,15 +1,43 @@
-"""Read-only views of what is loaded: columns of numbers, and where images are."""
+"""What `MultimodalReplayBuffer` shows of a `TransitionDataset`: batches as tuples, columns, and where images are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from slipstream.datasets.index import COLUMNS, EpisodeIndex, gather
 from slipstream.datasets.recordings import Recordings
+from slipstream.datasets.transitions import Transition
+
+
+class Transitions(NamedTuple):
+    """A batch of transitions, in the order that training code unpacks it."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    global_: torch.Tensor
+    joint: torch.Tensor
+    action: torch.Tensor
+    next_left: torch.Tensor
+    next_right: torch.Tensor
+    next_global: torch.Tensor
+    next_joint: torch.Tensor
+    reward: torch.Tensor
+    not_done: torch.Tensor
+
+
+def as_tuple(batch: Transition) -> Transitions:
+    """Return the values of a batch of the three cameras in the order of training code."""
+    now = batch["images"]
+    after = batch["next_images"]
+    return Transitions(
+        now["left"], now["right"], now["global"], batch["joint"], batch["action"],
+        after["left"], after["right"], after["global"], batch["next_joint"], batch["reward"], batch["not_done"],
+    )  # fmt: skip
 
 
 class Storage(Mapping[str, NDArray[np.float32]]):
