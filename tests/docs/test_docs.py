@@ -223,6 +223,12 @@ def test_the_guide_about_recorded_datasets_runs(tmp_path, monkeypatch):
     assert names["left"].shape == (64, 3, 224, 224)
 
 
+def test_the_page_about_windows_runs(tmp_path, monkeypatch):
+    names = run_page(ROOT / "docs" / "guides" / "windows.md", tmp_path, monkeypatch)
+    assert len(names["data"]) == sum(range(30, 42))
+    assert names["live"].shape == (1, 256)
+
+
 def test_the_page_about_plans_runs_and_prints_what_it_says(tmp_path, monkeypatch):
     names = run_page(ROOT / "docs" / "guides" / "which-plan.md", tmp_path, monkeypatch)
     decision = names["advice"].decision

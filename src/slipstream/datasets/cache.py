@@ -145,7 +145,17 @@ class CacheHeader:
 
 def describe_pixels(kind: FrameKind) -> str:
     """Return what the pixels of a frame depend on besides the stored bytes and the size of the frame."""
-    return kind.encoding
+    return f"{kind.encoding}, linear"
+
+
+def has_pixels_of(data: CachedDataset, kind: FrameKind, image_size: int) -> bool:
+    """Return whether cached frames are those that reading and resizing the recorded ones would give."""
+    if data.pixels:
+        return data.pixels == describe_pixels(kind)
+    # Version 1 does not say in which order compressed pictures were taken to have their channels. It averaged images
+    # that shrink to half or less, where now all are interpolated linearly.
+    is_averaged = min(kind.height, kind.width) >= 2 * image_size
+    return kind.encoding == "raw" and not is_averaged
 
 
 def cache_path(source: Path, image_size: int, folder: str | os.PathLike[str] | None = None) -> Path:

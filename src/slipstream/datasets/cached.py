@@ -11,7 +11,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from slipstream.datasets.cache import CachedDataset, CacheHeader, FrameCache, describe_pixels
+from slipstream.datasets.cache import CachedDataset, CacheHeader, FrameCache, has_pixels_of
 from slipstream.datasets.description import Images
 from slipstream.datasets.files import Files
 from slipstream.datasets.frames import DatasetSource
@@ -88,8 +88,7 @@ class RegisteredCache:
         data, start, first = self._places[path]
         if data.num_rows != images.num_rows or data.channels != images.kind.channels:
             return None
-        # Version 1 does not say in which order compressed pictures were taken to have their channels.
-        if (data.pixels or "raw") != describe_pixels(images.kind):
+        if not has_pixels_of(data, images.kind, self._header.image_size):
             return None
         return self._source(data, start, first, fallback)
 
