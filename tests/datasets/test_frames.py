@@ -15,8 +15,9 @@ from slipstream import CorruptFileError, DatasetError
 from slipstream.datasets.chunks import frame_kind
 from slipstream.datasets.files import Files
 from slipstream.datasets.filters import Filter, decode_chunk
-from slipstream.datasets.frames import DatasetSource, FrameReader, Request, placing
+from slipstream.datasets.frames import DatasetSource, FrameReader, Request
 from slipstream.datasets.identity import Identity
+from slipstream.datasets.resizing import placing
 from slipstream.errors import CodecError
 
 ROWS, HEIGHT, WIDTH = 11, 30, 40

@@ -147,7 +147,7 @@ class MultimodalReplayBuffer:
         if num_traj is not None:
             require_count("num_traj", num_traj)
         told = joint if joint is None or isinstance(joint, str) else tuple(joint)
-        fields = Fields(dict(cameras or {}), told, action, reward, terminal, timeout, episodes=episodes)
+        fields = Fields(cameras, told, action, reward, terminal, timeout, episodes=episodes)
         room = self.max_size - self.size
         if room <= 0:
             raise DatasetError(f"the buffer holds {self.size} transitions already, and max_size is {self.max_size}")

@@ -115,7 +115,7 @@ def ingest(
     """
     require_count("image_size", image_size, 1, 8192)
     source = Path(path)
-    description = describe(source, fields)
+    description = describe(source, fields, cameras=cameras)
     reader, datasets = _sources(description, cameras)
     with contextlib.closing(reader.files):
         header = CacheHeader.of(source, image_size, "zstd" if compress else "raw", datasets)
@@ -163,7 +163,8 @@ def _sources(description: Description, cameras: Sequence[str] | None) -> tuple[F
             for path, images in both:
                 where = f"{stretch.group.strip('/')}/{path}".lstrip("/")
                 if where not in datasets:
-                    datasets[where] = CachedDataset(where, images.num_rows, images.kind.channels)
+                    name_in_cache = images.kind.cached_as(where)
+                    datasets[where] = CachedDataset(name_in_cache, images.num_rows, images.kind.channels)
                     reader.add(DatasetSource(file, where, images.kind, images.offset))
             if number == 0:
                 warn_if_slow(description.path, name, both[0][1].kind)

@@ -21,7 +21,7 @@ from slipstream.datasets.describe import describe
 from slipstream.datasets.description import Description, Fields, Images, Stretch
 from slipstream.datasets.files import MAX_OPEN, Files
 from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
-from slipstream.datasets.opening import dataset, opened, read_rows
+from slipstream.datasets.opening import dataset, opened, read_flags, read_rows
 from slipstream.errors import DatasetError, MissingEntryError, NonFiniteError
 from slipstream.memory import machine_bytes
 
@@ -142,7 +142,7 @@ class Recordings:
                 read_rows(data, 0, values)
                 _check_finite(plan, data, values)
         if roles.terminal is not None:
-            self.terminal[first:last] = np.asarray(dataset(group, roles.terminal)[: last - first]).reshape(-1) != 0
+            self.terminal[first:last] = read_flags(dataset(group, roles.terminal), last - first)
         column = 0
         for number, path in enumerate(roles.joint):
             data = dataset(group, path)
@@ -206,7 +206,7 @@ class Recordings:
             )
         self.sizes[camera].add((kind.height, kind.width))
         self.paths[camera].add(path)
-        source = None if cache is None else cache.source(where, images.num_rows)
+        source = None if cache is None else cache.source(kind.cached_as(where), images.num_rows)
         if source is None:
             if kind.reading not in self.readings[camera]:
                 warn_if_slow(plan.description.path, camera, kind)
@@ -262,10 +262,11 @@ def load(
     """
     plans: list[Plan] = []
     episodes = transitions = left_out = 0
+    description = None
     for path in files:
         if num_episodes is not None and episodes >= num_episodes:
             break
-        description = describe(path, fields)
+        description = describe(path, fields, cameras=cameras, like=description)
         names = tuple(description.roles.cameras) if cameras is None else tuple(cameras)
         cameras = names
         _check_like(description, plans[0].description if plans else description, names)
