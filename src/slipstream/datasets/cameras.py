@@ -163,8 +163,10 @@ def _range(data: h5py.Dataset) -> tuple[float, float]:
     high = -float("inf")
     for row in np.unique(np.linspace(0, rows - 1, _NUM_SAMPLES).astype(np.int64)).tolist():
         values = np.asarray(data[row])
-        low = float(np.minimum(low, values.min(initial=low)))
-        high = float(np.maximum(high, values.max(initial=high)))
+        if values.size:
+            # NumPy's functions return NaN if one of two numbers is NaN.
+            low = float(np.minimum(low, values.min()))
+            high = float(np.maximum(high, values.max()))
     return low, high
 
 
