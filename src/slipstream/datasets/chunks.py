@@ -1,8 +1,9 @@
-"""How the frames of a dataset lie in their file: in one piece, in chunks, or so that only HDF5 can get at them."""
+"""How the frames of a dataset lie in their file: contiguous, in chunks, or so that only HDF5 can read them."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,40 +12,45 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.datasets.files import decode_each
+from slipstream.datasets.cameras import Pixels, look_at
 from slipstream.datasets.filters import Filter, can_decode
+from slipstream.datasets.names import name_of
 from slipstream.errors import CorruptFileError, DatasetError
 from slipstream.memory import machine_bytes
 from slipstream.text import install_hint
 
 Reading = Literal["contiguous", "chunks", "locked"]
 """How frames are read: ``contiguous`` by position, ``chunks`` by a table of their chunks and our own decoding, both in
-parallel; ``locked`` by HDF5, which is one read at a time."""
+parallel; ``locked`` by HDF5, which does one read at a time."""
 Encoding = Literal["raw", "rgb", "bgr"]
-"""What a row is: pixels, or a compressed picture (JPEG or PNG) whose channels were in this order when it was made."""
+"""What a row is: pixels, or a compressed image (JPEG, PNG, WebP) whose channels had this order when it was encoded."""
 
-_CHANNELS = (1, 3, 4)
+logger = logging.getLogger(__name__)
+
 _MAX_ROW_BYTES = 1 << 30
-_PICTURES = (b"\xff\xd8\xff", b"\x89PNG")
-REPACK = "`slipstream data ingest` stores resized frames, once, that are read in parallel"
+USE_INGEST = "`slipstream data ingest` stores resized frames, once, that are read in parallel"
 
 
 @dataclass(frozen=True)
 class FrameKind:
-    """How frames are stored; the same for all datasets of a camera, as a rule.
+    """How frames are stored; usually the same for all datasets of a camera.
 
     Attributes:
         height: Pixels from top to bottom.
         width: Pixels from left to right.
         channels: 1, 3 or 4.
         channels_first: Whether the channels of stored pixels come first.
-        encoding: Whether rows are pixels or pictures.
+        encoding: Whether rows are pixels or compressed images.
         reading: How they are read.
         row_shape: Shape of a stored row.
         chunk: Shape of a chunk, if there are chunks.
-        filters: What the chunks went through, in the order of writing.
-        fill: What a chunk holds that was never written.
+        filters: The filters that chunks went through, in the order of writing.
+        fill: Value of a chunk that was never written.
         because: Why only HDF5 can read it, if so.
+        dtype: Of stored values, in NumPy's notation.
+        scale: What stored values are multiplied with to become 0 to 255.
+        format: ``JPEG``, ``PNG`` or ``WebP`` if rows are compressed images.
+        color_assumed: Whether the order of the channels of compressed images is a guess.
     """
 
     height: int
@@ -56,173 +62,243 @@ class FrameKind:
     row_shape: tuple[int, ...]
     chunk: tuple[int, ...] = ()
     filters: tuple[Filter, ...] = ()
-    fill: int = 0
+    fill: float = 0
     because: str = ""
+    dtype: str = "|u1"
+    scale: float = 1.0
+    format: str = ""
+    color_assumed: bool = False
 
     @property
     def row_bytes(self) -> int:
         """Size of a stored row."""
-        return math.prod(self.row_shape)
+        return math.prod(self.row_shape) * np.dtype(self.dtype).itemsize
 
     @property
     def amplification(self) -> float:
-        """How many bytes are decoded for each byte of a frame that is wanted alone."""
+        """How many bytes are decoded for each byte of a single frame."""
         if not self.chunk:
             return 1.0
-        covered = math.prod(-(-size // step) * step for size, step in zip(self.row_shape, self.chunk[1:], strict=True))
-        return self.chunk[0] * covered / max(1, self.row_bytes)
+        covered = 1
+        for size, step in zip(self.row_shape, self.chunk[1:], strict=True):
+            covered *= -(-size // step) * step
+        return self.chunk[0] * covered / max(1, math.prod(self.row_shape))
 
 
-def is_camera(data: h5py.Dataset) -> bool:
-    """Tell whether a dataset looks like images: pixels with channels first or last, or compressed pictures."""
-    if data.shape is None:
-        return False
-    if data.dtype == np.uint8 and data.ndim == 4:
-        return data.shape[1] in _CHANNELS or data.shape[3] in _CHANNELS
-    return bool(data.shape[0]) and _is_pictures(data)
-
-
-def _is_pictures(data: h5py.Dataset) -> bool:
-    variable = data.ndim == 1 and h5py.check_vlen_dtype(data.dtype) == np.uint8
-    if not variable and not (data.ndim == 2 and data.dtype == np.uint8):
-        return False
-    return bytes(np.asarray(data[0])[:4]).startswith(_PICTURES)
-
-
-def frame_kind(data: h5py.Dataset, *, bgr: bool = False) -> tuple[FrameKind, int]:
-    """Return how the frames of a dataset are stored, and where they begin if they are in one piece.
+def frame_kind(
+    data: h5py.Dataset, *, color: Literal["rgb", "bgr"] | None = None, bgr: bool = False
+) -> tuple[FrameKind, int]:
+    """Return how the frames of a dataset are stored, and where they begin if they are contiguous.
 
     Args:
         data: The dataset.
-        bgr: Whether whoever compressed pictures gave red for blue to OpenCV, as ALOHA does; reading undoes it.
+        color: Order of the channels when images were encoded; None assumes RGB, or BGR if `bgr`.
+        bgr: Whether recordings of this layout gave red for blue to OpenCV, as ALOHA does; reading undoes it.
 
     Raises:
-        DatasetError: If it does not hold images, or images without pixels.
-        CorruptFileError: If it lies beyond the end of the file.
+        DatasetError: If it has no images, images without pixels, or images that would lose information.
+        CorruptFileError: If it ends beyond the end of the file.
     """
-    where = f"{data.file.filename}: {data.name}"
-    if data.shape is None or not is_camera(data):
-        shape = "no shape" if data.shape is None else f"shape {list(data.shape)}"
-        raise DatasetError(
-            f"{where} holds {data.dtype} of {shape}, expected images: uint8 of shape [rows, height, width, 3] or "
-            "[rows, 3, height, width], or compressed pictures"
-        )
+    pixels = look_at(data, name_of(data), named=True)
+    return kind_of(data, check_images(data, pixels), color=color, bgr=bgr)
+
+
+def check_images(data: h5py.Dataset, found: Pixels | str | None) -> Pixels:
+    """Return how images are read, or raise for the reason that they are not."""
+    if isinstance(found, Pixels):
+        return found
+    where = f"{data.file.filename}: {name_of(data)}"
+    if found is not None:
+        raise DatasetError(f"{where} cannot be used as a camera: {found}")
+    shape = "no shape"
+    if data.shape is not None:
+        shape = f"shape {list(data.shape)}"
+    raise DatasetError(
+        f"{where} holds {data.dtype} of {shape}, expected images: [rows, height, width, 3], [rows, 3, height, width] "
+        "or [rows, height, width] of 0 to 255 or 0 to 1, or rows of compressed images"
+    )
+
+
+def kind_of(
+    data: h5py.Dataset, pixels: Pixels, *, color: Literal["rgb", "bgr"] | None = None, bgr: bool = False
+) -> tuple[FrameKind, int]:
+    """Return the same as `frame_kind` for images that were looked at before."""
+    itemsize = data.dtype.itemsize
+    chunks = data.chunks or ()
     if 0 in data.shape[1:]:
-        raise DatasetError(f"{where} has shape {list(data.shape)}: its images have no pixels")
-    if math.prod(data.shape[1:]) > _MAX_ROW_BYTES or math.prod(data.chunks or ()) > _MAX_ROW_BYTES:
-        raise DatasetError(f"{where} has images or chunks of more than {_MAX_ROW_BYTES >> 20} MiB, which is refused")
-    if _is_pictures(data):
-        height, width, channels = _picture_size(data)
-        encoding: Encoding = "bgr" if bgr else "rgb"
-        first = False
-    else:
-        encoding, first = "raw", data.shape[3] not in _CHANNELS
-        height, width = data.shape[2:] if first else data.shape[1:3]
-        channels = data.shape[1] if first else data.shape[3]
+        raise DatasetError(f"{_where(data)} has shape {list(data.shape)}: its images have no pixels")
+    if max(math.prod(data.shape[1:]), math.prod(chunks)) * itemsize > _MAX_ROW_BYTES:
+        raise DatasetError(
+            f"{_where(data)} has images or chunks of more than {_MAX_ROW_BYTES >> 20} MiB, which is refused"
+        )
+    encoding: Encoding = "raw"
+    if pixels.format:
+        encoding = color or ("bgr" if bgr else "rgb")
     plist = data.id.get_create_plist()
     reading, because, filters = _reading(data, plist)
-    offset = _offset(data, where) if reading == "contiguous" else -1
-    kind = FrameKind(
-        height, width, channels, first, encoding, reading, tuple(data.shape[1:]),
-        tuple(data.chunks) if reading == "chunks" else (), filters, int(data.fillvalue or 0) if data.ndim > 1 else 0,
-        because,
+    offset = -1
+    if reading == "contiguous":
+        offset = _offset(data)
+    # Bytes of fixed length are read as an axis of bytes, and images of one channel get an axis for it.
+    row_shape = tuple(data.shape[1:])
+    chunk: tuple[int, ...] = ()
+    if reading == "chunks":
+        chunk = tuple(chunks)
+    dtype = data.dtype.str
+    if data.dtype.kind in "SV":
+        dtype = "|u1"
+        row_shape = (itemsize,)
+        chunk = (chunk[0], itemsize) if chunk else ()
+    elif data.ndim == 3:
+        row_shape = (*row_shape, 1)
+        chunk = (*chunk, 1) if chunk else ()
+    elif data.dtype.kind == "O":
+        dtype = "|u1"
+    color_assumed = bool(pixels.format) and color is None
+    kind = _kind(
+        pixels, encoding, reading, row_shape, chunk, filters, _fill(data, plist), because, dtype, color_assumed
     )  # fmt: skip
     return kind, offset
 
 
-def _picture_size(data: h5py.Dataset) -> tuple[int, int, int]:
-    import cv2  # noqa: PLC0415 - only files with pictures need it to be looked at
+@functools.lru_cache(maxsize=256)
+def _kind(
+    pixels: Pixels, encoding: Encoding, reading: Reading, row_shape: tuple[int, ...], chunk: tuple[int, ...],
+    filters: tuple[Filter, ...], fill: float, because: str, dtype: str, color_assumed: bool,
+) -> FrameKind:  # fmt: skip
+    """Return a kind; the same object for the same arguments, because thousands of episodes share one."""
+    return FrameKind(
+        height=pixels.height,
+        width=pixels.width,
+        channels=pixels.channels,
+        channels_first=pixels.channels_first,
+        encoding=encoding,
+        reading=reading,
+        row_shape=row_shape,
+        chunk=chunk,
+        filters=filters,
+        fill=fill,
+        because=because,
+        dtype=dtype,
+        scale=pixels.scale,
+        format=pixels.format,
+        color_assumed=color_assumed,
+    )
 
-    pictures: list[Any] = []
 
-    def decode(raw: NDArray[np.uint8]) -> None:
-        with contextlib.suppress(cv2.error):
-            pictures.append(cv2.imdecode(raw, cv2.IMREAD_UNCHANGED))
-
-    decode_each(decode, [np.asarray(data[0])])
-    picture = pictures[0] if pictures else None
-    if picture is None:
-        raise CorruptFileError(f"{data.file.filename}: {data.name} begins with a picture that cannot be decoded")
-    height, width = picture.shape[:2]
-    return height, width, 1 if picture.ndim == 2 else 3
+def _fill(data: h5py.Dataset, plist: Any) -> float:
+    """Return the value of what was never written; bytes of images are zeros there."""
+    if data.dtype.kind not in "iuf" or plist.fill_value_defined() != h5py.h5d.FILL_VALUE_USER_DEFINED:
+        return 0
+    return float(data.fillvalue or 0)
 
 
 def _reading(data: h5py.Dataset, plist: Any) -> tuple[Reading, str, tuple[Filter, ...]]:
     """Decide how frames are read."""
     layout = plist.get_layout()
-    if data.dtype != np.uint8:
-        return "locked", "its rows have lengths of their own", ()
+    if data.dtype.kind == "O":
+        return "locked", "its rows have different lengths", ()
     if layout == h5py.h5d.CONTIGUOUS:
         if data.id.get_offset() is None:
             return "locked", "nothing was ever written to it", ()
         return "contiguous", "", ()
     if layout != h5py.h5d.CHUNKED:
-        kind = "virtual" if layout == h5py.h5d.VIRTUAL else "stored within its header"
+        kind = "stored within its header"
+        if layout == h5py.h5d.VIRTUAL:
+            kind = "virtual"
         return "locked", f"it is {kind}", ()
-    found = [plist.get_filter(number) for number in range(plist.get_nfilters())]
-    filters = tuple(Filter(number, tuple(settings)) for number, _, settings, _ in found)
+    filters = filters_of(plist)
     unknown = [filter_ for filter_ in filters if not can_decode(filter_)]
-    if unknown:
-        if not h5py.h5z.filter_avail(unknown[0].number):
-            raise DatasetError(
-                f"{data.file.filename}: {data.name} is compressed with {unknown[0].name}, which HDF5 does not know "
-                f"here; {install_hint('datasets')} brings more filters"
-            )
-        return "locked", f"it is compressed with {unknown[0].name}", filters
-    return "chunks", "", filters
+    if not unknown:
+        return "chunks", "", filters
+    if not h5py.h5z.filter_avail(unknown[0].number):
+        raise DatasetError(
+            f"{data.file.filename}: {name_of(data)} is compressed with {unknown[0].name}, which HDF5 does not know "
+            f"here; {install_hint('datasets')} brings more filters"
+        )
+    return "locked", f"it is compressed with {unknown[0].name}", filters
 
 
-def _offset(data: h5py.Dataset, where: str) -> int:
+def filters_of(plist: Any) -> tuple[Filter, ...]:
+    """Return the filters of a dataset's chunks, in the order of writing."""
+    filters = []
+    for position in range(plist.get_nfilters()):
+        number, _, settings, _ = plist.get_filter(position)
+        filters.append(Filter(number, tuple(settings)))
+    return tuple(filters)
+
+
+def _where(data: h5py.Dataset) -> str:
+    return f"{data.file.filename}: {name_of(data)}"
+
+
+def _offset(data: h5py.Dataset) -> int:
     offset = int(data.id.get_offset())
-    end, size = offset + data.nbytes, data.file.id.get_filesize()
+    end = offset + data.nbytes
+    size = data.file.id.get_filesize()
     if offset < 0 or end > size:
-        raise CorruptFileError(f"{where} is said to end at byte {end} of a file of {size}")
+        raise CorruptFileError(f"{_where(data)} ends at byte {end}, beyond the end of the file ({size} bytes)")
     return offset
 
 
 class ChunkTable:
-    """Where the chunks of a dataset are: read once, 16 bytes a chunk.
+    """Where the chunks of a dataset are, 16 bytes each.
 
     Attributes:
-        grid: How many chunks there are along each axis.
+        grid: How many chunks there are along each axis of a stored row, after the rows.
         offsets: Where each begins in the file, -1 where none was written.
         sizes: How many bytes each takes.
         masks: Which filters were left out, per chunk.
     """
 
     def __init__(self, data: h5py.Dataset) -> None:
-        self.grid = tuple(-(-size // step) for size, step in zip(data.shape, data.chunks, strict=True))
-        count = math.prod(self.grid)
+        where = _where(data)
+        grid = [-(-size // step) for size, step in zip(data.shape, data.chunks, strict=True)]
+        count = math.prod(grid)
         if 16 * count > machine_bytes() // 2:
-            raise DatasetError(
-                f"{data.file.filename}: {data.name} claims {count} chunks, more than can be kept track of"
-            )
+            raise DatasetError(f"{where} claims {count} chunks, more than can be kept track of")
         stored = data.id.get_num_chunks()
         if stored > count:
-            raise CorruptFileError(f"{data.file.filename}: {data.name} has {stored} chunks, expected at most {count}")
+            raise CorruptFileError(f"{where} has {stored} chunks, expected at most {count}")
+        self.grid = tuple(grid)
         self.offsets: NDArray[np.int64] = np.full(count, -1, np.int64)
         self.sizes: NDArray[np.uint32] = np.zeros(count, np.uint32)
         self.masks: NDArray[np.uint32] = np.zeros(count, np.uint32)
-        strides = [math.prod(self.grid[axis + 1 :]) for axis in range(len(self.grid))]
-        steps, limit = data.chunks, data.file.id.get_filesize()
-
-        def note(chunk: Any) -> None:
-            number = sum(
-                at // step * stride for at, step, stride in zip(chunk.chunk_offset, steps, strides, strict=True)
-            )
+        strides = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
+        steps = data.chunks
+        limit = data.file.id.get_filesize()
+        chunks: list[Any] = []
+        data.id.chunk_iter(chunks.append)
+        for chunk in chunks:
+            number = 0
+            for at, step, stride in zip(chunk.chunk_offset, steps, strides, strict=True):
+                number += at // step * stride
             if not 0 <= number < count:
-                raise CorruptFileError(f"{data.file.filename}: {data.name} has a chunk outside of it")
-            if chunk.byte_offset < 0 or chunk.byte_offset + chunk.size > limit:
+                raise CorruptFileError(f"{where} has a chunk outside of it")
+            end = chunk.byte_offset + chunk.size
+            if chunk.byte_offset < 0 or end > limit:
                 raise CorruptFileError(
-                    f"{data.file.filename}: a chunk of {data.name} is said to end at byte "
-                    f"{chunk.byte_offset + chunk.size} of a file of {limit}"
+                    f"{where} has a chunk that ends at byte {end}, beyond the end of the file ({limit} bytes)"
                 )
-            self.offsets[number], self.sizes[number] = chunk.byte_offset, chunk.size
+            self.offsets[number] = chunk.byte_offset
+            self.sizes[number] = chunk.size
             self.masks[number] = chunk.filter_mask
-
-        data.id.chunk_iter(note)
 
     def of_rows(self, chunk_row: int) -> range:
         """Return the numbers of the chunks that hold some rows."""
         each = math.prod(self.grid[1:])
         return range(chunk_row * each, (chunk_row + 1) * each)
+
+
+def warn_if_slow(path: object, camera: str, kind: FrameKind) -> None:
+    """Log what will be slow and what can be done about it, and which order of colors is assumed."""
+    if kind.reading == "locked":
+        reason = f"can be read by HDF5 only, one frame at a time ({kind.because})"
+        logger.warning("%s: the camera %s %s; %s", path, camera, reason, USE_INGEST)
+    elif kind.amplification > 2:
+        reason = f"decodes {kind.amplification:.0f} times its size"
+        logger.warning("%s: reading a frame of the camera %s %s; %s", path, camera, reason, USE_INGEST)
+    if kind.color_assumed and kind.channels > 1:
+        assumed = f"{kind.format} images of the camera {camera} are assumed to be {kind.encoding.upper()}"
+        other = "bgr" if kind.encoding == "rgb" else "rgb"
+        logger.warning('%s: %s; pass color="%s" if red and blue are exchanged', path, assumed, other)

@@ -1,7 +1,9 @@
-"""Look into a recorded file: recognise its layout, and check that what belongs together fits together."""
+"""Look into a recorded file: recognise its layout, and check that its parts fit together."""
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,29 +12,53 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.datasets.chunks import REPACK, FrameKind, frame_kind
-from slipstream.datasets.description import Description, Fields, Final, Images, Roles, Row, Stretch
-from slipstream.datasets.filters import Filter
-from slipstream.datasets.layouts import Layout, find_layout, find_roles
-from slipstream.datasets.opening import check_numbers, dataset, member, opened
-from slipstream.errors import DatasetError, NonFiniteError
+from slipstream.datasets.cameras import look_at
+from slipstream.datasets.chunks import check_images, kind_of
+from slipstream.datasets.description import Description, Fields, Final, Images, Skipped, Stretch
+from slipstream.datasets.layouts import Layout, find_layout
+from slipstream.datasets.names import name_of
+from slipstream.datasets.opening import check_numbers, dataset, opened, read_flags
+from slipstream.datasets.roles import Search, find_roles
+from slipstream.datasets.summary import Counts, make_notes, make_rows
+from slipstream.datasets.tree import Tree, join
+from slipstream.errors import CorruptFileError, DatasetError, MissingEntryError, NonFiniteError
 from slipstream.memory import machine_bytes
 
+logger = logging.getLogger(__name__)
+
 _BLOCK_ROWS = 1 << 16
+# Numbers that claim more than this many times their stored bytes were never written; compression does not reach it.
+_MAX_CLAIM = 5000
+_LARGE_CLAIM_BYTES = 1 << 28
+_BAD_EPISODE = (DatasetError, MissingEntryError, NonFiniteError, CorruptFileError)
 
 
-def describe(path: str | os.PathLike[str], fields: Fields | None = None) -> Description:
-    """Say what a recorded file holds, by its content; reads flags and headers, and no image but the first.
+def describe(
+    path: str | os.PathLike[str],
+    fields: Fields | None = None,
+    *,
+    cameras: Sequence[str] | None = None,
+    like: Description | None = None,
+) -> Description:
+    """Say what a recorded file holds, by its content.
+
+    Reads flags and headers, the first bytes of compressed images, and a few rows of images that are floats.
 
     Args:
-        path: An HDF5 file: of layout A or B, robomimic, ALOHA, Minari, D4RL, ManiSkill, or any other with `fields`.
-        fields: Which datasets are what, where that should not be found out.
+        path: An HDF5 file of layout A or B, robomimic, robosuite, LIBERO, ALOHA, Minari, D4RL, ManiSkill, RoboNet, or
+            any other with `fields`.
+        fields: Which datasets play which role, and which episodes to read.
+        cameras: The cameras that are needed; others are not checked. All that are found by default, none if empty.
+        like: A description of another file that was made with the same `fields` and `cameras`. If this file has the
+            same names, they play the same roles, and the result has no table and no notes about names. Everything is
+            checked as usual; a folder of files opens twice as fast.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        CorruptFileError: If it is no HDF5 file, or damaged.
+        CorruptFileError: If it is not an HDF5 file, or damaged.
         MissingEntryError: If something is not in it; lists what is.
-        DatasetError: If its parts contradict each other, lie in other files, or have no values.
+        DatasetError: If its parts contradict each other, lie in other files, or have no values; or if a writer has the
+            file open.
         NonFiniteError: If a flag is NaN or infinite.
 
     Example:
@@ -45,166 +71,281 @@ def describe(path: str | os.PathLike[str], fields: Fields | None = None) -> Desc
         >>> found.layout, found.num_episodes, found.num_transitions, found.roles.cameras
         ('A (/observations)', 1, 10, {'left': 'observations/left_image'})
     """
-    fields, path = fields or Fields(), Path(path)
+    fields = fields or Fields()
+    path = Path(path)
     with opened(path) as (root, identity):
-        layout = find_layout(root, fields)
-        roles = find_roles(_group(root, layout.groups[0]), fields)
-        reader = _Reader(root, layout, roles)
-        stretches = tuple(reader.stretch(name) for name in layout.groups)
+        tree = Tree(root)
+        layout = find_layout(tree, fields)
+        first_skipped: list[Skipped] = []
+        known = _known_search(tree, layout, like)
+        if known is not None:
+            search = known
+        else:
+            search, first_skipped = _search(tree, layout, fields, cameras)
+        checker = _Checker(tree, layout, search, fields)
+        checker.counts.skipped += first_skipped
+        stretches = checker.stretches(layout.groups[len(first_skipped) :])
+        notes = make_notes(layout, search, stretches, checker.counts)
+        for note in notes:
+            logger.info("%s: %s", path, note)
         return Description(
-            path, layout.name, roles, stretches, reader.joint_dim, reader.action_dim, tuple(reader.rows(stretches)),
-            tuple(reader.notes(stretches)), identity,
-        )  # fmt: skip
+            path=path,
+            layout=layout.name,
+            roles=search.roles,
+            stretches=stretches,
+            joint_dim=checker.joint_dim,
+            action_dim=checker.action_dim,
+            rows=make_rows(search.roles, stretches, checker.first, checker.num_rows) if known is None else (),
+            notes=notes,
+            identity=identity,
+            observations=tuple(search.observations),
+            rejected=search.rejected,
+            skipped=tuple(checker.counts.skipped),
+            search=(layout, tree.names(), search),
+        )
 
 
-def _group(root: h5py.File, name: str) -> h5py.Group:
-    found = root if name == "/" else member(root, name)
-    assert isinstance(found, h5py.Group)  # noqa: S101 - that is how it was found
-    return found
+def _known_search(tree: Tree, layout: Layout, like: Description | None) -> Search | None:
+    """Return the roles of a file with the same names, if there is one."""
+    if like is None or like.search is None:
+        return None
+    known_layout, names, search = like.search
+    if known_layout != layout or names != tree.names():
+        return None
+    return Search(search.group, search.roles, rejected=search.rejected, observations=search.observations)
 
 
-class _Reader:
-    """Checks group after group against the first one."""
+def _search(tree: Tree, layout: Layout, fields: Fields, cameras: Sequence[str] | None) -> tuple[Search, list[Skipped]]:
+    """Find roles in the first episode that has them; episodes before it are skipped, or an error."""
+    skipped: list[Skipped] = []
+    for group in layout.groups:
+        try:
+            search = find_roles(tree, group.strip("/"), fields, layout, cameras)
+        except _BAD_EPISODE as error:
+            if fields.on_bad_episode == "raise" or group == layout.groups[-1]:
+                raise
+            skipped.append(Skipped(group, str(error)))
+            continue
+        if layout.name == "Minari" and not (search.roles.joint or search.pixels or search.rejected):
+            where = tree.name(group.strip("/"))
+            raise DatasetError(f"{tree.root.file.filename}: the observations of {where} are empty, expected values")
+        return search, skipped
+    raise AssertionError("a layout has at least one group")
 
-    def __init__(self, root: h5py.File, layout: Layout, roles: Roles) -> None:
-        self.root, self.layout, self.roles = root, layout, roles
-        self.file = root.filename
-        self.joint_dim = self.action_dim = 0
-        self.unflagged = self.mid_flags = 0
-        self._first: dict[str, h5py.Dataset] = {}
-        self._num_rows: dict[str, tuple[int, int]] = {}  # least and most rows of all groups, by path
-        self._opened: dict[str, h5py.Dataset] = {}  # of the group that is looked at: finding one is slow
 
-    def stretch(self, name: str) -> Stretch:
+class _Checker:
+    """Checks each episode against itself and against the first one."""
+
+    def __init__(self, tree: Tree, layout: Layout, search: Search, fields: Fields) -> None:
+        self.tree = tree
+        self.layout = layout
+        self.roles = search.roles
+        self.fields = fields
+        self._pixels = {(search.group, path): pixels for path, pixels in search.pixels.items()}
+        self.file = str(tree.root.file.filename)
+        self.joint_dim = 0
+        self.action_dim = 0
+        self.counts = Counts()
+        self.first: dict[str, h5py.Dataset] = {}
+        # Least and most rows of all groups, by path.
+        self.num_rows: dict[str, tuple[int, int]] = {}
+        self._group = ""
+        self._opened: dict[str, h5py.Dataset] = {}
+
+    def stretches(self, groups: Sequence[str]) -> tuple[Stretch, ...]:
+        """Check groups in order; leaves out those that cannot be used, if that is allowed."""
+        found = []
+        for group in groups:
+            try:
+                found.append(self._stretch(group))
+            except _BAD_EPISODE as error:
+                if self.fields.on_bad_episode == "raise":
+                    raise
+                self.counts.skipped.append(Skipped(group, str(error)))
+                logger.warning("%s; the episode is skipped", error)
+        if not found:
+            reason = self.counts.skipped[0].reason
+            raise DatasetError(f"{self.file}: none of its {len(self.counts.skipped)} episodes can be used; {reason}")
+        return tuple(found)
+
+    def _stretch(self, name: str) -> Stretch:
         """Check one group."""
-        group = _group(self.root, name)
+        if self._group != name.strip("/"):
+            self.tree.forget(self._group)
+        self._group = name.strip("/")
         self._opened = {}
-        if not len(group):
-            raise DatasetError(f"{self.file}: the group {group.name} is empty, expected {self.roles.action} in it")
         roles = self.roles
-        action = self._numbers(group, roles.action)
+        if not self.tree.children.get(self._group):
+            where = self.tree.name(self._group)
+            raise DatasetError(f"{self.file}: the group {where} is empty, expected {roles.action} in it")
+        action = self._numbers(roles.action)
         steps = action.shape[0]
         if steps == 0:
-            raise DatasetError(f"{self.file}: {action.name} has no rows, expected at least one step")
-        if 8 * steps > machine_bytes():
-            raise DatasetError(f"{self.file}: {action.name} claims {steps} steps, more than this machine could index")
-        self.action_dim = self._width("action", self.action_dim, [action])
-        joints = [self._numbers(group, path) for path in roles.joint]
-        self.joint_dim = self._width("joint", self.joint_dim, joints) if joints else 0
+            raise DatasetError(f"{self.file}: {name_of(action)} has no rows, expected at least one step")
+        action_dim = self._width("action", self.action_dim, [action])
+        joints = [self._numbers(path) for path in roles.joint]
+        joint_dim = self._width("joint", self.joint_dim, joints)
         for path in (roles.reward, roles.terminal, roles.timeout):
             if path is not None:
-                self._check_column(self._numbers(group, path), steps)
+                self._check_column(self._numbers(path), steps)
         for data, path in zip(joints, roles.next_joint, strict=False):
-            self._check_after(data, self._numbers(group, path), steps)
-        cameras = {camera: self._images(group, path) for camera, path in roles.cameras.items()}
-        after = {camera: self._images(group, path) for camera, path in roles.next_cameras.items()}
-        observed = {data.name: data.shape[0] for data in joints}
-        observed |= {f"{group.name.rstrip('/')}/{roles.cameras[name]}": one.num_rows for name, one in cameras.items()}
-        lengths, cut = self._episodes(group, steps, joints)
-        final = self._final(observed, steps, len(lengths), self._is_apart())
+            self._check_after(data, self._numbers(path), steps)
+        cameras = {camera: self._images(path) for camera, path in roles.cameras.items()}
+        after = {camera: self._images(path) for camera, path in roles.next_cameras.items()}
+        lengths, cut = self._episodes(steps, joints)
+        final = self._final(self._observed(joints, cameras), steps, len(lengths))
         for camera, images in after.items():
             if images.num_rows != steps:
-                raise self._wrong_rows(roles.next_cameras[camera], images.num_rows, steps)
+                raise self._wrong_rows(self.tree.name(self._whole(roles.next_cameras[camera])), images.num_rows, steps)
+        # Only an episode that is sound says how wide others are.
+        self.action_dim = action_dim
+        self.joint_dim = joint_dim
         return Stretch(name, lengths, final, cut, cameras, after)
 
-    def _is_apart(self) -> bool:
-        """Tell whether all that is observed has datasets of its own for what follows each step."""
-        roles = self.roles
-        joint = len(roles.next_joint) == len(roles.joint)
-        return joint and roles.cameras.keys() == roles.next_cameras.keys() and bool(roles.joint or roles.cameras)
+    def _whole(self, path: str) -> str:
+        return join(self._group, path)
 
-    def _dataset(self, group: h5py.Group, path: str) -> h5py.Dataset:
+    def _dataset(self, path: str) -> h5py.Dataset:
+        """Return a dataset of the group; remembers what the table of a description tells of it."""
         found = self._opened.get(path)
-        if found is None:
-            found = self._opened[path] = dataset(group, path)
+        if found is not None:
+            return found
+        whole = self._whole(path)
+        if not self.tree.is_dataset(whole):
+            # The name is not there, or in another encoding than UTF-8; this raises with what is there.
+            return dataset(self.tree.group(self._group), path)
+        found = self._opened[path] = self.tree.open(whole)
         return found
 
-    def _note(self, path: str, data: h5py.Dataset) -> None:
-        """Remember what `rows` tells of a dataset."""
-        self._first.setdefault(path, data)
+    def _remember(self, path: str, data: h5py.Dataset) -> None:
+        """Note what the table of a description tells of a dataset."""
+        self.first.setdefault(path, data)
         rows = data.shape[0]
-        least, most = self._num_rows.get(path, (rows, rows))
-        self._num_rows[path] = min(least, rows), max(most, rows)
+        least, most = self.num_rows.get(path, (rows, rows))
+        self.num_rows[path] = (min(least, rows), max(most, rows))
 
-    def _numbers(self, group: h5py.Group, path: str) -> h5py.Dataset:
-        data = self._dataset(group, path)
+    def _numbers(self, path: str) -> h5py.Dataset:
+        data = self._dataset(path)
         check_numbers(data)
-        if data.ndim == 0:
-            raise DatasetError(f"{self.file}: {data.name} is a single value, expected one row per step")
-        self._note(path, data)
+        if data.shape == ():
+            raise DatasetError(f"{self.file}: {name_of(data)} is a single value, expected one row per step")
+        self._check_claim(data)
+        self._remember(path, data)
         return data
+
+    def _check_claim(self, data: h5py.Dataset) -> None:
+        """Raise if a dataset claims far more rows than are stored: a few bytes can claim billions."""
+        nbytes = math.prod(data.shape) * data.dtype.itemsize
+        if nbytes < _LARGE_CLAIM_BYTES:
+            return
+        stored = data.id.get_storage_size()
+        if nbytes > _MAX_CLAIM * stored or nbytes > machine_bytes():
+            raise DatasetError(
+                f"{self.file}: {name_of(data)} claims {data.shape[0]} rows of {nbytes} bytes in total, and {stored} "
+                "bytes are stored"
+            )
 
     def _width(self, what: str, known: int, parts: Sequence[h5py.Dataset]) -> int:
         """Return how many values a row has, which is the same in all groups."""
+        width = 0
         for data in parts:
-            if data.ndim > 2:
-                raise DatasetError(f"{self.file}: {data.name} has shape {list(data.shape)}, expected [rows, values]")
-            if data.ndim == 2 and data.shape[1] == 0:
-                raise DatasetError(f"{self.file}: {data.name} has shape {list(data.shape)}: its rows have no values")
-        width = sum(data.shape[1] if data.ndim == 2 else 1 for data in parts)
+            shape = data.shape
+            if len(shape) > 2:
+                raise DatasetError(f"{self.file}: {name_of(data)} has shape {list(shape)}, expected [rows, values]")
+            if len(shape) == 2 and shape[1] == 0:
+                raise DatasetError(f"{self.file}: {name_of(data)} has shape {list(shape)}: its rows have no values")
+            width += math.prod(shape[1:])
         if known not in (0, width):
-            raise DatasetError(f"{self.file}: {parts[0].name} makes the {what} {width} values wide, {known} before it")
+            raise DatasetError(
+                f"{self.file}: {name_of(parts[0])} makes the {what} {width} values wide, {known} before it"
+            )
         return width
 
     def _check_column(self, data: h5py.Dataset, steps: int) -> None:
         if data.shape not in ((steps,), (steps, 1)):
             raise DatasetError(
-                f"{self.file}: {data.name} has shape {list(data.shape)}, expected [{steps}] or [{steps}, 1] "
+                f"{self.file}: {name_of(data)} has shape {list(data.shape)}, expected [{steps}] or [{steps}, 1] "
                 f"as there are {steps} actions"
             )
 
     def _check_after(self, data: h5py.Dataset, after: h5py.Dataset, steps: int) -> None:
-        if after.shape != (steps, *data.shape[1:]):
+        expected = (steps, *data.shape[1:])
+        if after.shape != expected:
             raise DatasetError(
-                f"{self.file}: {after.name} has shape {list(after.shape)}, expected {[steps, *data.shape[1:]]}"
+                f"{self.file}: {name_of(after)} has shape {list(after.shape)}, expected {list(expected)}"
             )
 
-    def _flags(self, group: h5py.Group, path: str | None, steps: int) -> NDArray[np.bool_]:
-        if path is None:
-            return np.zeros(steps, bool)
-        data = self._dataset(group, path)
-        values = np.asarray(data[()]).reshape(-1)
-        wrong = np.flatnonzero(~np.isfinite(values))
-        if wrong.size:
-            raise NonFiniteError(f"{self.file}: {data.name} is not finite in row {wrong[0]}: {values[wrong[0]]}")
-        return np.asarray(values != 0)
-
-    def _images(self, group: h5py.Group, path: str) -> Images:
-        data = self._dataset(group, path)
-        kind, offset = frame_kind(data, bgr=self.layout.bgr)
-        self._note(path, data)
+    def _images(self, path: str) -> Images:
+        data = self._dataset(path)
+        # The images of the first episode were looked at already.
+        pixels = self._pixels.pop((self._group, path), None)
+        if pixels is None:
+            pixels = check_images(data, look_at(data, path, named=True))
+        kind, offset = kind_of(data, pixels, color=self.fields.color, bgr=self.layout.bgr)
+        self._remember(path, data)
         return Images(kind, data.shape[0], offset)
 
-    def _episodes(
-        self, group: h5py.Group, steps: int, joints: Sequence[h5py.Dataset]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the lengths of the episodes of a group, and which of them were cut off."""
-        terminal, timeout = (self._flags(group, path, steps) for path in (self.roles.terminal, self.roles.timeout))
+    def _episodes(self, steps: int, joints: Sequence[h5py.Dataset]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the lengths of the episodes of a group, and which of them were truncated."""
+        terminal = self._flags(self.roles.terminal, steps)
+        timeout = self._flags(self.roles.timeout, steps)
+        flagged = terminal | timeout
         last = np.array([steps - 1])
         if self.layout.flags_split:
-            breaks = self._broken_links(group, joints, steps)
-            self.unflagged += int((breaks & ~(terminal | timeout)[:-1]).sum())
-            flagged = terminal | timeout
-            flagged[:-1] |= breaks
+            broken = self._broken_links(joints, flagged)
+            self.counts.num_broken += int(broken.sum())
+            # Where timeouts are recorded, flags are complete; a link may differ for other reasons.
+            if self.roles.timeout is None:
+                flagged[:-1] |= broken
+                self.counts.num_unflagged += int(broken.sum())
             last = np.union1d(np.flatnonzero(flagged), last)
         else:
-            self.mid_flags += int(np.count_nonzero(terminal[:-1]) + np.count_nonzero(timeout[:-1]))
-        return np.diff(last, prepend=-1).astype(np.int64), ~terminal[last]
+            self.counts.num_mid_flags += int(np.count_nonzero(terminal[:-1]) + np.count_nonzero(timeout[:-1]))
+        lengths = np.diff(last, prepend=-1).astype(np.int64)
+        return lengths, ~terminal[last]
 
-    def _broken_links(self, group: h5py.Group, joints: Sequence[h5py.Dataset], steps: int) -> NDArray[np.bool_]:
-        """Tell after which steps the next observation is not the observation of the step that follows."""
-        broken = np.zeros(steps - 1, bool)
+    def _flags(self, path: str | None, steps: int) -> NDArray[np.bool_]:
+        if path is None:
+            return np.zeros(steps, bool)
+        return read_flags(self._dataset(path), steps)
+
+    def _broken_links(self, joints: Sequence[h5py.Dataset], flagged: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Tell after which steps without a flag the next observation is not the observation of the following step.
+
+        Raises:
+            DatasetError: If that is so for most steps: such rows are not in the order of time.
+        """
+        num_links = len(flagged) - 1
+        broken = np.zeros(num_links, bool)
         for data, path in zip(joints, self.roles.next_joint, strict=False):
-            after = self._dataset(group, path)
-            if data.shape[0] < steps:
-                continue  # reported with the lengths of all
-            for start in range(0, steps - 1, _BLOCK_ROWS):
-                stop = min(start + _BLOCK_ROWS, steps - 1)
-                differ = data[start + 1 : stop + 1] != after[start:stop]
-                broken[start:stop] |= differ.reshape(stop - start, -1).any(1)
+            # A wrong number of rows is reported later, together with all others.
+            if data.shape[0] > num_links:
+                broken |= _differ(data, self._dataset(path), num_links)
+        broken &= ~flagged[:-1]
+        num_compared = num_links - int(np.count_nonzero(flagged[:-1]))
+        num_broken = int(broken.sum())
+        if num_broken > num_compared // 2 and num_compared > 1:
+            paths = ", ".join(self.tree.name(path) for path in self.roles.next_joint)
+            raise DatasetError(
+                f"{self.file}: {paths} does not continue with the next row after {num_broken} of {num_compared} steps: "
+                "the rows are not in the order of time, so episodes cannot be told apart"
+            )
         return broken
 
-    def _final(self, observed: dict[str, int], steps: int, episodes: int, apart: bool) -> Final:
+    def _observed(self, joints: Sequence[h5py.Dataset], cameras: dict[str, Images]) -> dict[str, int]:
+        """Return how many rows each observation has."""
+        observed = {name_of(data): data.shape[0] for data in joints}
+        for name, images in cameras.items():
+            observed[self.tree.name(self._whole(self.roles.cameras[name]))] = images.num_rows
+        return observed
+
+    def _is_apart(self) -> bool:
+        """Tell whether everything that is observed has datasets for the observation after each step."""
+        roles = self.roles
+        joint = len(roles.next_joint) == len(roles.joint)
+        return joint and roles.cameras.keys() == roles.next_cameras.keys() and bool(roles.joint or roles.cameras)
+
+    def _final(self, observed: dict[str, int], steps: int, episodes: int) -> Final:
         """Tell where last observations are, from how many rows there are."""
         if len(set(observed.values())) > 1:
             found = ", ".join(f"{name} {count}" for name, count in observed.items())
@@ -212,84 +353,32 @@ class _Reader:
         rows = next(iter(observed.values()), steps)
         kinds: dict[int, Final] = {steps: "none", steps + 1: "stream", steps + episodes: "own"}
         if rows not in kinds:
-            name = next(iter(observed))
-            raise self._wrong_rows(name, rows, steps)
-        return "next" if apart else kinds[rows]
+            raise self._wrong_rows(next(iter(observed)), rows, steps)
+        if self._is_apart():
+            return "next"
+        return kinds[rows]
 
     def _wrong_rows(self, name: str, rows: int, steps: int) -> DatasetError:
         return DatasetError(
             f"{self.file}: {name} has {rows} rows, expected {steps + 1} (one more than the {steps} actions) or {steps}"
         )
 
-    def rows(self, stretches: Sequence[Stretch]) -> list[Row]:
-        """Return what was found, line by line."""
-        found = []
-        roles = self.roles
-        images = {roles.cameras[name]: name for name in roles.cameras}
-        images |= {roles.next_cameras[name]: f"next {name}" for name in roles.next_cameras}
-        columns = dict.fromkeys(roles.joint, "joint") | dict.fromkeys(roles.next_joint, "next joint")
-        named = (
-            (roles.action, "action"),
-            (roles.reward, "reward"),
-            (roles.terminal, "terminal"),
-            (roles.timeout, "timeout"),
-        )
-        columns |= {path: role for path, role in named if path is not None}
-        for path, role in (images | columns).items():
-            data = self._first.get(path)
-            if data is None:
-                continue
-            name = role.removeprefix("next ")
-            camera = path in images
-            source = [s.next_cameras if role.startswith("next ") else s.cameras for s in stretches] if camera else []
-            reading = "memory" if not camera else ", ".join(sorted({one[name].kind.reading for one in source}))
-            least, most = self._num_rows[path]
-            shape = [str(least) if least == most else f"{least}..{most}", *map(str, data.shape[1:])]
-            found.append(Row(role, path, _dtype(data), "x".join(shape), _storage(data), reading))
-        return found
 
-    def notes(self, stretches: Sequence[Stretch]) -> list[str]:
-        """Return sentences about what a user should know."""
-        notes = []
-        roles = self.roles
-        if roles.reward is None:
-            notes.append("there are no rewards: they are taken to be 0")
-        if roles.terminal is None:
-            notes.append("there are no flags of terminal states: no step counts as terminal")
-        if not roles.joint:
-            notes.append("no dataset was recognised as joint positions")
-        if self.unflagged:
-            notes.append(f"{self.unflagged} episodes end without a flag: the next observation is not what follows")
-        if self.mid_flags:
-            notes.append(f"{self.mid_flags} flags of ends are set before the last step of an episode, and end nothing")
-        lost = sum(int((stretch.lengths - stretch.transitions()).sum()) for stretch in stretches)
-        if lost:
-            notes.append(f"{lost} last steps were cut off without an observation after them: they are no transitions")
-        notes += _kind_notes({name: {s.cameras[name].kind for s in stretches} for name in roles.cameras})
-        return notes
+def _differ(data: h5py.Dataset, after: h5py.Dataset, num_links: int) -> NDArray[np.bool_]:
+    """Compare the next observation of each step with the observation of the following one, at the coarser precision."""
+    coarser = min(data.dtype, after.dtype, key=_precision)
+    differ = np.zeros(num_links, bool)
+    for start in range(0, num_links, _BLOCK_ROWS):
+        stop = min(start + _BLOCK_ROWS, num_links)
+        # Values that a coarser type cannot hold are infinite in both.
+        with np.errstate(over="ignore", invalid="ignore"):
+            here = data[start + 1 : stop + 1].astype(coarser).reshape(stop - start, -1)
+            there = after[start:stop].astype(coarser).reshape(stop - start, -1)
+        # NaN in both is no difference; that it is not finite is reported when it is loaded.
+        differ[start:stop] = ((here != there) & ~((here != here) & (there != there))).any(1)  # noqa: PLR0124
+    return differ
 
 
-def _kind_notes(kinds: dict[str, set[FrameKind]]) -> list[str]:
-    notes = []
-    for name, found in kinds.items():
-        locked = next((kind for kind in found if kind.reading == "locked"), None)
-        wide = max((kind.amplification for kind in found), default=1.0)
-        if locked is not None:
-            notes.append(
-                f"the camera {name} can be read by HDF5 only, one frame at a time ({locked.because}); {REPACK}"
-            )
-        elif wide > 2:
-            notes.append(f"reading a frame of the camera {name} decodes {wide:.0f} times its size; {REPACK}")
-    return notes
-
-
-def _dtype(data: h5py.Dataset) -> str:
-    return "bytes" if h5py.check_vlen_dtype(data.dtype) is not None else str(data.dtype)
-
-
-def _storage(data: h5py.Dataset) -> str:
-    if data.chunks is None:
-        return "contiguous"
-    plist = data.id.get_create_plist()
-    names = [Filter(plist.get_filter(number)[0]).name for number in range(plist.get_nfilters())]
-    return " ".join(["chunks", "x".join(map(str, data.chunks)), *names])
+def _precision(dtype: np.dtype[np.generic]) -> tuple[bool, int]:
+    """Return a key that is smaller for a type that keeps fewer digits of a measurement."""
+    return (dtype.kind == "f", dtype.itemsize)

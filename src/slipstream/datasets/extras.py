@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.datasets.opening import dataset, listing, member, opened
+from slipstream.datasets.opening import dataset, follow, listing, opened
 from slipstream.datasets.plans import Plan
 from slipstream.errors import ConfigurationError, DatasetError, MissingEntryError, NonFiniteError
 from slipstream.memory import machine_bytes
@@ -152,7 +152,11 @@ class _Reader:
         """Return an attribute, or a member of the JSON object in it."""
         node: Any = start
         if where:
-            node = member(start, where)
+            found = follow(start, where)
+            kinds = {h5py.h5g.GroupID: h5py.Group, h5py.h5d.DatasetID: h5py.Dataset}
+            node = kinds.get(type(found))
+            if node is not None:
+                node = node(found)
         if node is None:
             raise MissingEntryError(f"{self.file}: {start.name.rstrip('/')}/{where} is not there; {listing(start)}")
         name, *keys = attribute.split("/")

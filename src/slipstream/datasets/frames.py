@@ -3,9 +3,9 @@
 =============  =====================================================================================================
 stored         is read by
 =============  =====================================================================================================
-in one piece   ``pread`` at its position
+contiguous     ``pread`` at its position
 in chunks      a table of the chunks, made once; ``pread`` of the chunk, and decoding here, see `filters`
-otherwise      HDF5, one at a time: rows of their own lengths, filters that are not known here
+otherwise      HDF5, one at a time: rows of different lengths, filters that are not known here
 =============  =====================================================================================================
 
 Nothing is mapped into memory: a mapping costs more on first touch, grows the resident size with what was read, and
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,25 +26,22 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.datasets.chunks import REPACK, ChunkTable, FrameKind
-from slipstream.datasets.files import Files, decode_each
+from slipstream.datasets.cameras import row_bytes
+from slipstream.datasets.chunks import ChunkTable, FrameKind
+from slipstream.datasets.files import Files, decode_each, pread_into
 from slipstream.datasets.filters import decode_chunk
 from slipstream.datasets.opening import dataset
+from slipstream.datasets.pictures import name_format, read_header
 from slipstream.datasets.prepare import Frame, Interpolation, placing
+from slipstream.datasets.resizing import decode_picture
 from slipstream.errors import CodecError, CorruptFileError, SlipstreamError
 from slipstream.memory import scratch, scratch_scope
-from slipstream.text import install_hint
 from slipstream.threads import default_threads
-
-try:
-    import cv2
-except ImportError as error:
-    raise ImportError(f"resizing images needs OpenCV, which is not installed: {install_hint('datasets')}") from error
-
-logger = logging.getLogger(__name__)
 
 _LEAST_FRAMES, _MOST_FRAMES = 4, 256  # in a part of a batch, which one thread reads
 _ROW_BITS = 40
+_HEADER_BYTES = 1 << 16
+_LARGE_PICTURE = 1 << 24
 _BYTES = np.dtype(np.uint8)
 
 
@@ -89,11 +86,32 @@ class FrameReader:
     def __init__(self, files: Files) -> None:
         self.files = files
         self.sources: list[Source] = []
+        _readers.add(self)
 
     def add(self, source: Source) -> int:
         """Add a source and return its number."""
         self.sources.append(source)
         return len(self.sources) - 1
+
+    def prepare(self) -> None:
+        """Find where the chunks of all datasets are, each once.
+
+        Called before a process starts workers, so that they need not do it again. A file that cannot be read is
+        reported when a frame of it is wanted.
+        """
+        pending = [source for source in self.sources if isinstance(source, DatasetSource) and source.needs_table]
+        for source in pending:
+            with contextlib.suppress(SlipstreamError, OSError):
+                source.find_chunks(self.files)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.files.closed:
+            self.prepare()
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _readers.add(self)
 
     def read(
         self, requests: Sequence[Request], threads: int | None = None, interpolation: Interpolation = "linear"
@@ -203,15 +221,18 @@ class DatasetSource:
         self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation
     ) -> None:
         """Read frames by their position; straight into the batch if they are stored as they are wanted."""
-        kind, size, offset = self.kind, self.kind.row_bytes, self.offset
-        raw = scratch("row", kind.row_bytes, _BYTES).reshape(kind.row_shape)
-        as_wanted = kind.encoding == "raw" and kind.channels_first and targets[0].shape == kind.row_shape
+        kind = self.kind
+        memory = scratch("row", kind.row_bytes, _BYTES)
+        raw = memory.view(kind.dtype).reshape(kind.row_shape)
+        are_bytes = kind.encoding == "raw" and kind.dtype == _BYTES.str
+        as_wanted = are_bytes and kind.channels_first and targets[0].shape == kind.row_shape
         put = None
-        if kind.encoding == "raw":
+        if are_bytes:
             put = placing(raw.shape, targets[0].shape, channels_first=kind.channels_first, interpolation=interpolation)
         with files.borrow(self.file) as descriptor:
             for row, target in zip(rows, targets, strict=True):
-                if not pread_into(descriptor, target if as_wanted else raw, offset + row * size):
+                place = target if as_wanted else memory
+                if not pread_into(descriptor, place, self.offset + row * kind.row_bytes):
                     files.check(self.file)
                     raise self._damage(files, row, "the file ends before it")
                 if put is None:
@@ -219,15 +240,19 @@ class DatasetSource:
                 elif not as_wanted:
                     put(raw, target)
 
-    def _by_hdf5(self, files: Files, row: int) -> NDArray[np.uint8]:
+    def _by_hdf5(self, files: Files, row: int) -> NDArray[Any]:
         with files.hdf5(self.file) as file, self._naming(files, row):
-            return np.asarray(dataset(file, self.path)[row])
+            data = dataset(file, self.path)
+            if self.kind.encoding != "raw":
+                return row_bytes(data, row)
+            return np.asarray(data[row]).reshape(self.kind.row_shape)
 
     def _read_chunks(
         self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation
     ) -> None:
         """Read frames that are in the same chunks."""
-        kind, table = self.kind, self._chunk_table(files, rows[0])
+        kind = self.kind
+        table = self.find_chunks(files, rows[0])
         chunk_row = rows[0] // kind.chunk[0]
         numbers = table.of_rows(chunk_row)
         within = [row - chunk_row * kind.chunk[0] for row in rows]
@@ -239,14 +264,14 @@ class DatasetSource:
         for row, frame, target in zip(rows, frames, targets, strict=True):
             self._place(files, frame, target, row, interpolation)
 
-    def _assemble(
-        self, files: Files, table: ChunkTable, numbers: range, within: list[int], row: int
-    ) -> NDArray[np.uint8]:
-        """Put frames together whose pixels are in several chunks."""
+    def _assemble(self, files: Files, table: ChunkTable, numbers: range, within: list[int], row: int) -> NDArray[Any]:
+        """Assemble frames whose pixels are in several chunks."""
         kind = self.kind
-        frames = np.empty((len(within), *kind.row_shape), np.uint8)
+        frames = np.empty((len(within), *kind.row_shape), kind.dtype)
+        # The grid has no axis for the bytes of a string, nor for the only channel of an image without channels.
+        grid = (*table.grid, *(1,) * (len(kind.chunk) - len(table.grid)))
         for number in numbers:
-            at = np.unravel_index(number, table.grid)[1:]
+            at = np.unravel_index(number, grid)[1:]
             corner = [int(index) * step for index, step in zip(at, kind.chunk[1:], strict=True)]
             ends = [min(c + step, size) for c, step, size in zip(corner, kind.chunk[1:], kind.row_shape, strict=True)]
             chunk = self._chunk(files, table, number, row)
@@ -254,19 +279,28 @@ class DatasetSource:
             frames[(slice(None), *map(slice, corner, ends))] = chunk[within][(slice(None), *part)]
         return frames
 
-    def _chunk(self, files: Files, table: ChunkTable, number: int, row: int) -> NDArray[np.uint8]:
+    def _chunk(self, files: Files, table: ChunkTable, number: int, row: int) -> NDArray[Any]:
         kind = self.kind
         if table.offsets[number] < 0:
-            return np.full(kind.chunk, kind.fill, np.uint8)
+            return np.full(kind.chunk, kind.fill, kind.dtype)
+        nbytes = math.prod(kind.chunk) * np.dtype(kind.dtype).itemsize
+        if table.sizes[number] > 2 * nbytes + 4096:
+            raise self._damage(files, row, f"its chunk takes {table.sizes[number]} bytes for {nbytes}")
         payload = np.empty(int(table.sizes[number]), np.uint8)
         self._pread(files, payload, int(table.offsets[number]), row)
         try:
-            whole = decode_chunk(payload, kind.filters, int(table.masks[number]), math.prod(kind.chunk))
+            whole = decode_chunk(payload, kind.filters, int(table.masks[number]), nbytes)
         except CodecError as error:
             raise self._damage(files, row, f"its chunk {error}") from error
-        return whole.reshape(kind.chunk)
+        return whole.view(kind.dtype).reshape(kind.chunk)
 
-    def _chunk_table(self, files: Files, row: int) -> ChunkTable:
+    @property
+    def needs_table(self) -> bool:
+        """Whether its chunks were not looked for yet."""
+        return self.kind.reading == "chunks" and self._table is None
+
+    def find_chunks(self, files: Files, row: int = 0) -> ChunkTable:
+        """Return where its chunks are; HDF5 is asked once."""
         table = self._table
         if table is None:
             with files.hdf5(self.file) as file, self._naming(files, row):
@@ -279,20 +313,46 @@ class DatasetSource:
                 files.check(self.file)
                 raise self._damage(files, row, "the file ends before it")
 
-    def _place(
-        self, files: Files, raw: NDArray[np.uint8], target: Frame, row: int, interpolation: Interpolation
-    ) -> None:
+    def _place(self, files: Files, raw: NDArray[Any], target: Frame, row: int, interpolation: Interpolation) -> None:
         if self.kind.encoding == "raw":
             put = placing(raw.shape, target.shape, channels_first=self.kind.channels_first, interpolation=interpolation)
-            put(raw, target)
+            put(self._to_bytes(files, raw, row), target)
             return
-        flag = cv2.IMREAD_GRAYSCALE if self.kind.channels == 1 else cv2.IMREAD_COLOR
-        picture = decode_picture(raw, flag)
+        self._check_header(files, raw, row)
+        picture = decode_picture(raw, self.kind.channels)
         if picture is None:
             raise self._damage(files, row, "it is not a picture that can be decoded")
-        picture = picture[..., None] if picture.ndim == 2 else picture
         put = placing(picture.shape, target.shape, swap=self.kind.encoding == "rgb", interpolation=interpolation)
         put(picture, target)
+
+    def _to_bytes(self, files: Files, values: NDArray[Any], row: int) -> Frame:
+        """Return stored values as 0 to 255."""
+        kind = self.kind
+        if values.dtype == _BYTES:
+            return values
+        limit = 255 / kind.scale
+        low = values.min()
+        high = values.max()
+        # A comparison with NaN is False.
+        if not (low >= 0 and high <= limit):
+            raise self._damage(files, row, f"its values are from {low:g} to {high:g}, expected 0 to {limit:g}")
+        if kind.scale != 1:
+            values = values * kind.scale
+        frame: Frame = np.rint(values).astype(np.uint8)
+        return frame
+
+    def _check_header(self, files: Files, raw: NDArray[np.uint8], row: int) -> None:
+        """Raise before memory is allocated for a picture that is much larger than the others, or has 16 bits."""
+        picture = read_header(raw[:_HEADER_BYTES].tobytes()) or read_header(raw.tobytes())
+        if picture is None:
+            raise self._damage(
+                files, row, f"it is not a picture that can be decoded but {name_format(raw[:16].tobytes())}"
+            )
+        if picture.bits > 8:
+            raise self._damage(files, row, f"it has {picture.bits} bits, which 8 bits would not keep")
+        if picture.height * picture.width > max(_LARGE_PICTURE, 4 * self.kind.height * self.kind.width):
+            size = f"{picture.width} x {picture.height} pixels, others {self.kind.width} x {self.kind.height}"
+            raise self._damage(files, row, f"it has {size}")
 
     @contextlib.contextmanager
     def _naming(self, files: Files, row: int) -> Iterator[None]:
@@ -315,38 +375,15 @@ class DatasetSource:
         self.file, self.path, self.kind, self.offset, self._table = state
 
 
-def pread_into(descriptor: int, target: NDArray[np.uint8], offset: int) -> bool:
-    """Fill memory from a position of a file; returns whether there was enough."""
-    count = os.preadv(descriptor, [target.data], offset)
-    if count == target.nbytes:
-        return True
-    view, done = target.reshape(-1).data, count
-    while count and done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
-        done += count
-    return done == len(view)
+_readers: weakref.WeakSet[FrameReader] = weakref.WeakSet()
 
 
-def decode_picture(raw: NDArray[np.uint8], flag: int) -> Any:
-    """Decode a JPEG or PNG; returns None if it is none, or claims to be larger than OpenCV allows."""
-    try:
-        return cv2.imdecode(raw, flag) if raw.size else None
-    except cv2.error:
-        return None
+def _prepare_all() -> None:
+    """Find all chunks before a fork: its children would all do the same again."""
+    for reader in list(_readers):
+        if not reader.files.closed:
+            reader.prepare()
 
 
-def warn_if_slow(path: object, camera: str, kind: FrameKind) -> None:
-    """Log what will be slow, and what can be done about it."""
-    if kind.reading == "locked":
-        logger.warning(
-            "%s: the camera %s can be read by HDF5 only, one frame at a time (%s); %s",
-            path,
-            camera,
-            kind.because,
-            REPACK,
-        )
-    elif kind.amplification > 2:
-        logger.warning(
-            "%s: reading a frame of the camera %s decodes %.0f times its size; %s",
-            path, camera, kind.amplification, REPACK,
-        )  # fmt: skip
+# Registered after the hook of `files`, so it runs before that one waits for HDF5's lock.
+os.register_at_fork(before=_prepare_all)

@@ -96,7 +96,7 @@ def _column(part: Recordings, name: str, episode: NDArray[np.int64], step: NDArr
         # An episode has one observation more than steps.
         values = part.joint[rows + episode]
     else:
-        values = part.joint[rows + episode + 1]
+        values = part.next_joint(rows, episode)
     return values
 
 

@@ -32,10 +32,11 @@ from slipstream.datasets.cache import (
 )
 from slipstream.datasets.cache_writer import CacheWriter
 from slipstream.datasets.cached import RegisteredCache
+from slipstream.datasets.chunks import warn_if_slow
 from slipstream.datasets.describe import describe
 from slipstream.datasets.description import Description, Fields, Images
 from slipstream.datasets.files import Files
-from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
+from slipstream.datasets.frames import DatasetSource, FrameReader, Request
 from slipstream.datasets.source import Source
 from slipstream.errors import CorruptFileError, DatasetError, MissingEntryError, SlipstreamError
 from slipstream.memory import aligned
@@ -115,7 +116,7 @@ def ingest(
         11
     """
     require_count("image_size", image_size, 1, 8192)
-    description = describe(path, fields)
+    description = describe(path, fields, cameras=cameras)
     source = Source(description.path)
     description.identity.check(source.path)
     target = cache_path(source.path, image_size, folder)

@@ -7,6 +7,7 @@ row before it. Only a terminal step has such an outcome in a transition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,12 @@ from numpy.typing import NDArray
 
 from slipstream.datasets.cache import find_cache
 from slipstream.datasets.cached import RegisteredCache
+from slipstream.datasets.chunks import warn_if_slow
 from slipstream.datasets.describe import describe
 from slipstream.datasets.description import Description, Fields, Images
 from slipstream.datasets.files import MAX_OPEN, Files
-from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
-from slipstream.datasets.opening import dataset, opened, read_rows
+from slipstream.datasets.frames import DatasetSource, FrameReader, Request
+from slipstream.datasets.opening import dataset, opened, read_flags, read_rows
 from slipstream.datasets.plans import Plan, Room
 from slipstream.errors import DatasetError, MissingEntryError, NonFiniteError
 from slipstream.memory import machine_bytes
@@ -84,6 +86,8 @@ class Recordings:
         self.action: NDArray[np.float32] = np.empty((steps, first.action_dim), np.float32)
         self.reward: NDArray[np.float32] = np.zeros(steps, np.float32)
         self.terminal: NDArray[np.bool_] = np.zeros(steps, bool)
+        # Blocks of steps whose next observation is not that of the following step, and the next observations.
+        self._exceptions: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []
         self.frames = FrameReader(Files(MAX_OPEN))
         self.channels: dict[str, int] = {}
         self.sizes: dict[str, set[tuple[int, int]]] = {name: set() for name in cameras}
@@ -109,7 +113,8 @@ class Recordings:
     @property
     def nbytes(self) -> int:
         """Memory of the numbers."""
-        return self.joint.nbytes + self.action.nbytes + self.reward.nbytes + self.terminal.nbytes
+        exceptions = sum(steps.nbytes + rows.nbytes for steps, rows in self._exceptions)
+        return self.joint.nbytes + self.action.nbytes + self.reward.nbytes + self.terminal.nbytes + exceptions
 
     def _load(self, plans: Sequence[Plan]) -> None:
         episode = 0
@@ -124,6 +129,7 @@ class Recordings:
                 for plan in of_file:
                     group = root if plan.stretch.group == "/" else root[plan.stretch.group]
                     self._load_numbers(plan, group, episode)
+                    self._load_exceptions(plan, group, episode)
                     self._index_frames(plan, episode, number, cached)
                     episode += plan.num_episodes
 
@@ -137,7 +143,7 @@ class Recordings:
                 read_rows(data, 0, values)
                 _check_finite(plan, data, values)
         if roles.terminal is not None:
-            self.terminal[first:last] = np.asarray(dataset(group, roles.terminal)[: last - first]).reshape(-1) != 0
+            self.terminal[first:last] = read_flags(dataset(group, roles.terminal), last - first)
         column = 0
         for number, path in enumerate(roles.joint):
             data = dataset(group, path)
@@ -176,6 +182,37 @@ class Recordings:
             with np.errstate(over="ignore"):
                 target[ends] = np.asarray(after[starts[1:] - 1]).reshape(len(ends), -1)
             _check_finite(plan, after, target[ends], starts[1:] - 1)
+
+    def _load_exceptions(self, plan: Plan, group: h5py.Group, episode: int) -> None:
+        """Note the steps whose next observation was recorded and is not the observation of the following step."""
+        paths = plan.description.roles.next_joint
+        if plan.stretch.final != "next" or not paths:
+            return
+        datasets = [dataset(group, path) for path in paths]
+        starts = np.cumsum(plan.lengths) - plan.lengths
+        first_step = int(self.starts[episode])
+        for first in range(0, int(plan.lengths.sum()), _BLOCK_ROWS):
+            steps = np.arange(first, min(first + _BLOCK_ROWS, int(plan.lengths.sum())))
+            rows = np.empty((len(steps), self.joint.shape[1]), np.float32)
+            column = 0
+            for data in datasets:
+                width = math.prod(data.shape[1:])
+                read_rows(data, first, rows[:, column : column + width])
+                column += width
+            episodes = episode + np.searchsorted(starts, steps, "right") - 1
+            differ = (rows != self.joint[first_step + steps + episodes + 1]).any(1)
+            if differ.any():
+                _check_finite(plan, datasets[0], rows[differ], steps[differ])
+                self._exceptions.append((first_step + steps[differ], rows[differ]))
+
+    def next_joint(self, steps: NDArray[np.int64], episodes: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the observations after some steps, as they were recorded."""
+        values: NDArray[np.float32] = self.joint[steps + episodes + 1]
+        for exceptional, rows in self._exceptions:
+            place = np.minimum(np.searchsorted(exceptional, steps), len(exceptional) - 1)
+            found = exceptional[place] == steps
+            values[found] = rows[place[found]]
+        return values
 
     def _index_frames(self, plan: Plan, episode: int, file: int, cache: RegisteredCache | None) -> None:
         """Note where the frames of a stretch are."""
@@ -268,11 +305,12 @@ def load(
     """
     plans: list[Plan] = []
     room = Room(num_episodes, num_transitions)
+    description = None
     for path in files:
         if room.is_used_up():
             room.left_out = True
             break
-        description = describe(path, fields)
+        description = describe(path, fields, cameras=cameras, like=description)
         if cameras is None:
             cameras = tuple(description.roles.cameras)
         first = plans[0].description if plans else description
