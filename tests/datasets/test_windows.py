@@ -123,6 +123,8 @@ def test_timestamps_are_offsets_at_the_frequency_of_the_recording(robomimic):
         ({"interpolation": "bicubic"}, "interpolation is 'bicubic', expected one of 'linear', 'area'"),
         ({"extra_keys": {"action": "actions"}}, "the extra key 'action' would replace a key of the window"),
         ({"extra_keys": {"action_is_pad": "actions"}}, "the extra key 'action_is_pad' would replace"),
+        ({"extra_keys": ["obs/object"]}, "extra_keys is a list, expected a dict of paths by name"),
+        ({"cameras": "global"}, r"cameras is 'global', expected a list of names, such as \['global'\]"),
         ({"extra_keys": {"object": 3}}, "extra_keys has 'object': 3"),
     ],
 )

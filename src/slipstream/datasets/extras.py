@@ -226,6 +226,8 @@ def require_extras(extra_keys: Mapping[str, str] | None, taken: Sequence[str]) -
     Raises:
         ConfigurationError: If a key has the name of another one, or a path is not a string.
     """
+    if extra_keys is not None and not isinstance(extra_keys, Mapping):
+        raise ConfigurationError(f"extra_keys is a {type(extra_keys).__qualname__}, expected a dict of paths by name")
     paths = dict(extra_keys or {})
     reserved = set(taken)
     for name, path in paths.items():
