@@ -114,7 +114,7 @@ class CacheSource:
         self, recorded: int, file: int, data: CachedDataset, header: CacheHeader, start: int, first: int,
         state: _State, fallback: DatasetSource | None,
     ) -> None:  # fmt: skip
-        # The file whose changes matter to whoever reads frames.
+        # Readers check this file for changes after each batch; the cache itself may come and go.
         self.file = recorded
         self.path = data.path
         self._file = file
