@@ -125,6 +125,7 @@ def test_timestamps_are_offsets_at_the_frequency_of_the_recording(robomimic):
         ({"extra_keys": {"action_is_pad": "actions"}}, "the extra key 'action_is_pad' would replace"),
         ({"extra_keys": ["obs/object"]}, "extra_keys is a list, expected a dict of paths by name"),
         ({"cameras": "global"}, r"cameras is 'global', expected a list of names, such as \['global'\]"),
+        ({"extra_keys": {"a": "dones", "a_is_pad": "dones"}}, "the extra key 'a_is_pad' would replace a key"),
         ({"extra_keys": {"object": 3}}, "extra_keys has 'object': 3"),
     ],
 )

@@ -233,6 +233,7 @@ def require_extras(extra_keys: Mapping[str, str] | None, taken: Sequence[str]) -
     for name, path in paths.items():
         if not isinstance(name, str) or not isinstance(path, str) or not path:
             raise ConfigurationError(f"extra_keys has {name!r}: {path!r}, expected a path by name")
-        if name in reserved or name.removesuffix("_is_pad") in reserved:
+        masked = name.removesuffix("_is_pad")
+        if name in reserved or (masked != name and masked in reserved.union(paths)):
             raise ConfigurationError(f"the extra key {name!r} would replace a key of the window; choose another name")
     return paths
