@@ -49,6 +49,8 @@ def test_without_resizing_the_pixels_stay_and_the_memory_is_new():
         (NOISE.tolist(), {}, "the frame is a list, expected an array or a tensor"),
         (NOISE[None], {}, r"the frame has shape \[1, 40, 60, 3\], expected \[height, width, channels\]"),
         (NOISE[:0], {}, r"the frame has shape \[0, 60, 3\]"),
+        (NOISE.transpose(2, 0, 1), {}, "so 60 channels with channels_first=False, expected 1 to 4"),
+        (NOISE, {"channels_first": True}, "so 40 channels with channels_first=True, expected 1 to 4"),
         (NOISE, {"color": "yuv"}, "color is 'yuv', expected one of 'rgb', 'bgr'"),
         (NOISE[..., 0], {"color": "bgr"}, "has no colours, expected color='rgb'"),
         (NOISE, {"interpolation": "best"}, "interpolation is 'best'"),

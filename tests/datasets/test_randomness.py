@@ -2,13 +2,14 @@
 
 import multiprocessing
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from slipstream import ConfigurationError
+from slipstream import ConfigurationError, MultimodalReplayBuffer
 from slipstream.datasets.randomness import Randomness
 
 
@@ -77,3 +78,33 @@ def test_a_pickled_stream_draws_what_it_would_have_drawn():
     randomness.draw(10, 3)
     twin = pickle.loads(pickle.dumps(randomness))
     assert twin.draw(1 << 40, 4).tolist() == randomness.draw(1 << 40, 4).tolist()
+
+
+class Batches(Dataset[torch.Tensor]):
+    """Batches of a buffer, as a worker draws them."""
+
+    def __init__(self, buffer: MultimodalReplayBuffer) -> None:
+        self.buffer = buffer
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.buffer.sample(6).action[:, 0].clone()
+
+
+def batches_of(file: Path, method: str, rank: int) -> list[list[list[float]]]:
+    """Return the first actions of the batches that two workers draw in two epochs."""
+    context = multiprocessing.get_context(method)
+    with MultimodalReplayBuffer(7, image_size=16, seed=3, rank=rank, world_size=2) as buffer:
+        buffer.load_from_hdf5(file)
+        loader = DataLoader(Batches(buffer), None, num_workers=2, multiprocessing_context=context)
+        return [[values.tolist() for values in loader] for _ in range(2)]
+
+
+def test_a_buffer_draws_the_same_batches_for_any_start_method_and_others_in_every_rank(file_a):
+    first = batches_of(file_a, "fork", 0)
+    assert batches_of(file_a, "spawn", 0) == first
+    second = batches_of(file_a, "fork", 1)
+    drawn = [tuple(batch) for epoch in (*first, *second) for batch in epoch]
+    assert len(set(drawn)) == 16

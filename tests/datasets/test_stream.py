@@ -101,9 +101,14 @@ def test_the_rank_comes_from_the_environment_or_is_given(data, monkeypatch):
 
 
 def test_an_environment_that_contradicts_itself_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert find_ranks() == (0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert find_ranks() == (0, 1)
+    monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("RANK", "2")
-    with pytest.raises(ConfigurationError, match="WORLD_SIZE is not set, but RANK or WORLD_SIZE is"):
+    with pytest.raises(ConfigurationError, match="only one of the environment variables RANK and WORLD_SIZE is set"):
         find_ranks()
     assert find_ranks(0, 1) == (0, 1)
     monkeypatch.setenv("WORLD_SIZE", "2")

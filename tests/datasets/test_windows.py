@@ -88,7 +88,7 @@ def test_timestamps_are_offsets_at_the_frequency_of_the_recording(robomimic):
     times: Any = {"image": [-0.1, 0.0], "action": [0.0, 0.1, 0.1 + 0.2], "joint": torch.tensor([0.0])}
     offsets = {"image": [-1, 0], "action": [0, 1, 3], "joint": [0]}
     with (
-        SequenceDataset(robomimic, delta_timestamps=times, fps=10, image_size=16) as data,
+        SequenceDataset(robomimic, delta_timestamps=times, fps=np.int64(10), image_size=16) as data,  # type: ignore[arg-type]
         SequenceDataset(robomimic, offsets=offsets, image_size=16) as same,
     ):
         for key in ("action", "action_is_pad", "image_is_pad", "joint"):
@@ -123,6 +123,9 @@ def test_timestamps_are_offsets_at_the_frequency_of_the_recording(robomimic):
         ({"interpolation": "bicubic"}, "interpolation is 'bicubic', expected one of 'linear', 'area'"),
         ({"extra_keys": {"action": "actions"}}, "the extra key 'action' would replace a key of the window"),
         ({"extra_keys": {"action_is_pad": "actions"}}, "the extra key 'action_is_pad' would replace"),
+        ({"extra_keys": ["obs/object"]}, "extra_keys is a list, expected a dict of paths by name"),
+        ({"cameras": "global"}, r"cameras is 'global', expected a list of names, such as \['global'\]"),
+        ({"extra_keys": {"a": "dones", "a_is_pad": "dones"}}, "the extra key 'a_is_pad' would replace a key"),
         ({"extra_keys": {"object": 3}}, "extra_keys has 'object': 3"),
     ],
 )

@@ -103,6 +103,11 @@ def test_what_is_no_image_is_refused():
         compress_image(smooth(), jpeg=101)
     with pytest.raises(CodecError, match="image 1 is"):
         decompress_image_seq([compress_image(smooth()), compress_image(smooth((8, 8, 3)))])
+    for threads in (0, 1.5):
+        with pytest.raises(ConfigurationError, match=f"threads is {threads}"):
+            compress_image_seq([smooth()], threads=threads)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=f"threads is {threads}"):
+            decompress_image_seq([compress_image(smooth())], threads=threads)  # type: ignore[arg-type]
     with pytest.raises(ReplayError, match="out is"):
         decompress_image_seq([compress_image(smooth())], out=np.empty((1, 4), np.uint8))
 

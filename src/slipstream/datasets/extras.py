@@ -230,11 +230,14 @@ def require_extras(extra_keys: Mapping[str, str] | None, taken: Sequence[str]) -
     Raises:
         ConfigurationError: If a key has the name of another one, or a path is not a string.
     """
+    if extra_keys is not None and not isinstance(extra_keys, Mapping):
+        raise ConfigurationError(f"extra_keys is a {type(extra_keys).__qualname__}, expected a dict of paths by name")
     paths = dict(extra_keys or {})
     reserved = set(taken)
     for name, path in paths.items():
         if not isinstance(name, str) or not isinstance(path, str) or not path:
             raise ConfigurationError(f"extra_keys has {name!r}: {path!r}, expected a path by name")
-        if name in reserved or name.removesuffix("_is_pad") in reserved:
+        masked = name.removesuffix("_is_pad")
+        if name in reserved or (masked != name and masked in reserved.union(paths)):
             raise ConfigurationError(f"the extra key {name!r} would replace a key of the window; choose another name")
     return paths

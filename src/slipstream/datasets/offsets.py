@@ -35,6 +35,7 @@ def offsets_of_timestamps(
     """
     if fps is None:
         raise ConfigurationError("delta_timestamps are in seconds: pass the steps per second as fps=")
+    fps = _plain(fps)
     require_positive("fps", fps)
     require_number("tolerance_s", tolerance_s, 0)
     offsets = {}

@@ -26,6 +26,7 @@ ImageSize = int | tuple[int, int] | None
 Interpolation = Literal["linear", "area", "nearest", "cubic", "lanczos"]
 
 MAX_SIDE = 16_384
+_MAX_CHANNELS = 4
 _METHODS = {
     "linear": cv2.INTER_LINEAR,
     "area": cv2.INTER_AREA,
@@ -75,6 +76,11 @@ def prepare_frame(
     if channels_first:
         shape = (*shape[1:], shape[0])
     height, width, channels = shape
+    if channels > _MAX_CHANNELS:
+        raise ConfigurationError(
+            f"the frame has shape {list(pixels.shape)}, so {channels} channels with channels_first={channels_first}, "
+            f"expected 1 to {_MAX_CHANNELS}"
+        )
     if color == "bgr" and channels < 3:
         raise ConfigurationError(f"a frame of shape {list(pixels.shape)} has no colours, expected color='rgb'")
     if size is None:

@@ -39,20 +39,22 @@ def _from_surroundings() -> tuple[int, int]:
     """Return what the process group or the environment says."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    names = ("RANK", "WORLD_SIZE")
-    missing = [name for name in names if name not in os.environ]
-    if len(missing) == len(names):
+    rank = _variable("RANK")
+    world_size = _variable("WORLD_SIZE")
+    if rank is None and world_size in (None, 1):
         return 0, 1
     # One without the other would silently give every process the same batches.
-    if missing:
+    if rank is None or world_size is None:
         raise ConfigurationError(
-            f"the environment variable {missing[0]} is not set, but RANK or WORLD_SIZE is; set both, as torchrun does, "
-            "or pass rank= and world_size="
+            "only one of the environment variables RANK and WORLD_SIZE is set; set both, as torchrun does, or pass "
+            "rank= and world_size="
         )
-    return _variable("RANK"), _variable("WORLD_SIZE")
+    return rank, world_size
 
 
-def _variable(name: str) -> int:
+def _variable(name: str) -> int | None:
+    if name not in os.environ:
+        return None
     try:
         return int(os.environ[name])
     except ValueError as error:

@@ -163,6 +163,8 @@ class SequenceDataset(Dataset[Window]):
         self, path: Any, cameras: Any, fields: Fields | None, num_episodes: int | None, cache: CacheSetting
     ) -> Recordings:
         """Load the numbers, and note where the images are."""
+        if isinstance(cameras, str):
+            raise ConfigurationError(f"cameras is {cameras!r}, expected a list of names, such as [{cameras!r}]")
         names = None
         if cameras is not None:
             names = list(cameras)

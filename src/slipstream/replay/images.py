@@ -18,6 +18,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from slipstream.checks import require_count
 from slipstream.codecs import Planes
 from slipstream.errors import CodecError, FormatVersionError, ReplayError, SlipstreamError
 from slipstream.replay.jpeg import check_quality, decode_jpeg, encode_jpeg
@@ -115,6 +116,7 @@ def compress_image_seq(images: Any, *, jpeg: int | None = None, threads: int | N
         (2, 3, 8, 8)
     """
     check_quality(jpeg)
+    _check_threads(threads)
     batch = list(images) if isinstance(images, (list, tuple)) else list(_as_array(images))
     return list(parallel_map(lambda image: compress_image(image, jpeg=jpeg), batch, threads))
 
@@ -134,6 +136,7 @@ def decompress_image_seq(
         CodecError: If an image is damaged, or of another shape or dtype than the first.
         ReplayError: If `out` does not fit.
     """
+    _check_threads(threads)
     if not images:
         # No image says what shape and dtype it has, but `out` does.
         return np.empty(0, np.uint8) if out is None else _check_empty(out)
@@ -154,6 +157,11 @@ def decompress_image_seq(
 
     parallel_each(run, range(len(images)), threads)
     return out
+
+
+def _check_threads(threads: int | None) -> None:
+    if threads is not None:
+        require_count("threads", threads)
 
 
 def _check_empty(out: NDArray[Any]) -> NDArray[Any]:
