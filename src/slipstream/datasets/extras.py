@@ -150,14 +150,13 @@ class _Reader:
 
     def _attribute(self, start: h5py.Group, where: str, attribute: str) -> Any:
         """Return an attribute, or a member of the JSON object in it."""
-        node: Any = start
-        if where:
-            found = follow(start, where)
-            kinds = {h5py.h5g.GroupID: h5py.Group, h5py.h5d.DatasetID: h5py.Dataset}
-            node = kinds.get(type(found))
-            if node is not None:
-                node = node(found)
-        if node is None:
+        found = follow(start, where)
+        node: h5py.Group | h5py.Dataset
+        if isinstance(found, h5py.h5g.GroupID):
+            node = h5py.Group(found)
+        elif isinstance(found, h5py.h5d.DatasetID):
+            node = h5py.Dataset(found)
+        else:
             raise MissingEntryError(f"{self.file}: {start.name.rstrip('/')}/{where} is not there; {listing(start)}")
         name, *keys = attribute.split("/")
         if name not in node.attrs:
