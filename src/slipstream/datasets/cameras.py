@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -99,12 +100,14 @@ def look_at(data: h5py.Dataset, path: str, *, named: bool = False) -> Pixels | s
     return _values(data, size)
 
 
+@functools.lru_cache(maxsize=4096)
 def _words(path: str) -> list[str]:
     # Words of the last two parts: a folder such as `depth/front` names them too.
     text = "/".join(path.split("/")[-2:])
     return [word for word in re.split(r"[^a-z]+", text.lower()) if word]
 
 
+@functools.lru_cache(maxsize=4096)
 def _other_image(path: str) -> str:
     for word in _words(path):
         if word in _OTHER_IMAGES:
@@ -112,6 +115,7 @@ def _other_image(path: str) -> str:
     return "a point cloud" if "point_cloud" in path.lower() else ""
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_named_image(path: str) -> bool:
     return any(word in _IMAGE_WORDS for word in _words(path))
 

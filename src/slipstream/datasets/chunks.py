@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from slipstream.datasets.cameras import Pixels, look_at
 from slipstream.datasets.filters import Filter, can_decode
 from slipstream.datasets.names import name_of
+from slipstream.datasets.stored import creation_of
 from slipstream.errors import CorruptFileError, DatasetError
 from slipstream.memory import machine_bytes
 from slipstream.text import install_hint
@@ -137,7 +138,7 @@ def kind_of(
     encoding: Encoding = "raw"
     if pixels.format:
         encoding = color or ("bgr" if bgr else "rgb")
-    plist = data.id.get_create_plist()
+    plist = creation_of(data)
     reading, because, filters = _reading(data, plist)
     offset = -1
     if reading == "contiguous":

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from slipstream.datasets.identity import Identity
 from slipstream.datasets.names import decoded, encoded, name_of, shown
+from slipstream.datasets.stored import Stored, creation_of
 from slipstream.errors import (
     ConfigurationError,
     CorruptFileError,
@@ -206,7 +207,7 @@ def dataset(group: h5py.Group, path: str) -> h5py.Dataset:
     if found is None:
         found = follow(group, path)
     if isinstance(found, h5py.h5d.DatasetID):
-        data = h5py.Dataset(found, readonly=True)
+        data = Stored(found)
         check_inside(data)
         return data
     what = "is not there"
@@ -300,7 +301,7 @@ def _follow_link(group: h5py.Group, node: Any, name: bytes) -> Any:
 
 def check_inside(data: h5py.Dataset, depth: int = 4) -> None:
     """Raise if the values of a dataset are in other files; virtual datasets may be nested `depth` times."""
-    plist = data.id.get_create_plist()
+    plist = creation_of(data)
     others = [str(plist.get_external(number)[0]) for number in range(plist.get_external_count())]
     if plist.get_layout() == h5py.h5d.VIRTUAL:
         others += [source.file_name for source in data.virtual_sources() if not _is_own(data, source, depth)]
@@ -317,7 +318,7 @@ def _is_own(data: h5py.Dataset, source: Any, depth: int) -> bool:
         return False
     found = follow(data.file["/"], source.dset_name)
     if isinstance(found, h5py.h5d.DatasetID):
-        check_inside(h5py.Dataset(found, readonly=True), depth - 1)
+        check_inside(Stored(found), depth - 1)
     return True
 
 

@@ -12,6 +12,7 @@ from slipstream.datasets.description import Roles, Row, Skipped, Stretch
 from slipstream.datasets.layouts import Layout
 from slipstream.datasets.names import shown
 from slipstream.datasets.roles import Search
+from slipstream.datasets.stored import creation_of
 from slipstream.text import plural
 
 _MAX_LISTED = 40
@@ -98,7 +99,7 @@ def _dtype(data: h5py.Dataset) -> str:
 def _storage(data: h5py.Dataset) -> str:
     if data.chunks is None:
         return "contiguous"
-    names = [filter_.name for filter_ in filters_of(data.id.get_create_plist())]
+    names = [filter_.name for filter_ in filters_of(creation_of(data))]
     return " ".join(["chunks", "x".join(map(str, data.chunks)), *names])
 
 
