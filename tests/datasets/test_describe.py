@@ -186,7 +186,7 @@ def test_episodes_of_layout_a_may_each_have_their_last_observation(tmp_path):
 
 def test_chunks_of_many_frames_are_named_with_what_to_do(tmp_path):
     found = describe(write_a(tmp_path / "c.hdf5", chunks=(16, 20, 24, 3), compression="gzip"))
-    assert any("left decodes 16 times its size; `slipstream data repack`" in note for note in found.notes)
+    assert any("left decodes 16 times its size; `slipstream data ingest`" in note for note in found.notes)
     assert found.rows[0].storage == "chunks 16x20x24x3 gzip"
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.datasets.names import encoded
 from slipstream.datasets.pictures import MAX_PIXELS, Picture, name_format, read_header
+from slipstream.errors import CodecError
 
 CHANNELS = (1, 3, 4)
 _LEAST_SIDE = 8
@@ -200,6 +201,27 @@ def row_bytes(data: h5py.Dataset, row: int) -> NDArray[np.uint8]:
     if array.dtype.kind in "SV":
         return np.frombuffer(array.tobytes(), np.uint8)
     return array.reshape(-1).view(np.uint8)
+
+
+def to_bytes(values: NDArray[Any], scale: float) -> NDArray[np.uint8]:
+    """Return stored pixels as 0 to 255.
+
+    Args:
+        values: Pixels of any type.
+        scale: What they are multiplied with to become 0 to 255.
+
+    Raises:
+        CodecError: If a value is outside of the range, or NaN.
+    """
+    if values.dtype == np.uint8:
+        return values
+    limit = 255 / scale
+    low = values.min()
+    high = values.max()
+    # A comparison with NaN is False.
+    if not (low >= 0 and high <= limit):
+        raise CodecError(f"its values are from {low:g} to {high:g}, expected 0 to {limit:g}")
+    return np.asarray(np.rint(values * scale), np.uint8)
 
 
 def _compressed(data: h5py.Dataset, path: str, *, named: bool) -> Pixels | str | None:

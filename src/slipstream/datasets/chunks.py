@@ -26,7 +26,7 @@ Encoding = Literal["raw", "rgb", "bgr"]
 """What a row is: pixels, or a compressed image (JPEG, PNG, WebP) whose channels had this order when it was encoded."""
 
 _MAX_ROW_BYTES = 1 << 30
-REPACK = "`slipstream data repack` writes a copy that is read in parallel"
+REPACK = "`slipstream data ingest` stores resized frames, once, that are read in parallel"
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,6 @@ class FrameKind:
         for size, step in zip(self.row_shape, self.chunk[1:], strict=True):
             covered *= -(-size // step) * step
         return self.chunk[0] * covered / max(1, math.prod(self.row_shape))
-
-    def cached_as(self, path: str) -> str:
-        """Return the name of a dataset's frames in a cache; frames that were decoded otherwise have another name."""
-        if self.encoding == "raw":
-            return path
-        return f"{path} ({self.encoding})"
 
 
 def frame_kind(

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from slipstream.datasets.cameras import look_at
 from slipstream.datasets.chunks import check_images, kind_of
 from slipstream.datasets.description import Description, Fields, Final, Images, Skipped, Stretch
+from slipstream.datasets.flags import read_flags
 from slipstream.datasets.layouts import Layout, find_layout
 from slipstream.datasets.names import name_of
-from slipstream.datasets.opening import check_numbers, dataset, opened, read_flags
+from slipstream.datasets.opening import check_numbers, dataset, opened
 from slipstream.datasets.roles import Search, find_roles
 from slipstream.datasets.summary import Counts, make_notes, make_rows
 from slipstream.datasets.tree import Tree, join
@@ -192,7 +193,7 @@ class _Checker:
             self._check_after(data, self._numbers(path), steps)
         cameras = {camera: self._images(path) for camera, path in roles.cameras.items()}
         after = {camera: self._images(path) for camera, path in roles.next_cameras.items()}
-        lengths, cut = self._episodes(steps, joints)
+        lengths, cut, broken = self._episodes(steps, joints)
         final = self._final(self._observed(joints, cameras), steps, len(lengths))
         for camera, images in after.items():
             if images.num_rows != steps:
@@ -200,7 +201,7 @@ class _Checker:
         # Only an episode that is sound says how wide others are.
         self.action_dim = action_dim
         self.joint_dim = joint_dim
-        return Stretch(name, lengths, final, cut, cameras, after)
+        return Stretch(name, lengths, final, cut, cameras, after, broken)
 
     def _whole(self, path: str) -> str:
         return join(self._group, path)
@@ -288,13 +289,15 @@ class _Checker:
         self._remember(path, data)
         return Images(kind, data.shape[0], offset)
 
-    def _episodes(self, steps: int, joints: Sequence[h5py.Dataset]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the lengths of the episodes of a group, and which of them were truncated."""
+    def _episodes(
+        self, steps: int, joints: Sequence[h5py.Dataset]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+        """Return the lengths of the episodes of a group, which of them were truncated, and broken steps."""
         terminal = self._flags(self.roles.terminal, steps)
         timeout = self._flags(self.roles.timeout, steps)
         if not self.layout.flags_split:
             self.counts.num_mid_flags += int(np.count_nonzero(terminal[:-1]) + np.count_nonzero(timeout[:-1]))
-            return np.array([steps], np.int64), ~terminal[-1:]
+            return np.array([steps], np.int64), ~terminal[-1:], np.zeros(0, np.int64)
         flagged = terminal | timeout
         broken = self._broken_links(joints, flagged)
         self.counts.num_broken += int(broken.sum())
@@ -302,9 +305,10 @@ class _Checker:
         if self.roles.timeout is None:
             flagged[:-1] |= broken
             self.counts.num_unflagged += int(broken.sum())
+            broken[:] = False
         last = np.union1d(np.flatnonzero(flagged), [steps - 1])
         lengths = np.diff(last, prepend=-1).astype(np.int64)
-        return lengths, ~terminal[last]
+        return lengths, ~terminal[last], np.flatnonzero(broken)
 
     def _flags(self, path: str | None, steps: int) -> NDArray[np.bool_]:
         if path is None:

@@ -121,7 +121,7 @@ class Files:
             DatasetError: If it changed or was replaced since it was added.
             FileNotFoundError: If it was deleted.
         """
-        self._identities[number].check(self.paths[number])
+        self._identities[number] = self._identities[number].check(self.paths[number])
 
     @contextlib.contextmanager
     def hdf5(self, number: int) -> Iterator[h5py.File]:
@@ -131,7 +131,7 @@ class Files:
                 raise DatasetError("the dataset is closed, and nothing can be read from it any more")
             file = self._hdf5.get(number)
             if file is None:
-                self._identities[number].check(self.paths[number])
+                self._identities[number] = self._identities[number].check(self.paths[number])
                 while len(self._hdf5) >= _MAX_OPEN_HDF5:
                     self._hdf5.popitem(last=False)[1].close()
                 file = self._hdf5[number] = open_hdf5(self.paths[number])

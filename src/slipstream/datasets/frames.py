@@ -15,6 +15,7 @@ turns a file that got shorter into a crash.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -26,13 +27,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.datasets.cameras import row_bytes
+from slipstream.datasets.cameras import row_bytes, to_bytes
 from slipstream.datasets.chunks import REPACK, ChunkTable, FrameKind
 from slipstream.datasets.files import Files, decode_each, pread_into
 from slipstream.datasets.filters import decode_chunk
 from slipstream.datasets.opening import dataset
-from slipstream.datasets.pictures import name_format, read_header
-from slipstream.datasets.resizing import decode_picture, placing
+from slipstream.datasets.pictures import decode_picture
+from slipstream.datasets.prepare import Frame, Interpolation, placing
 from slipstream.errors import CodecError, CorruptFileError, SlipstreamError
 from slipstream.memory import scratch, scratch_scope
 from slipstream.threads import default_threads
@@ -41,11 +42,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_FRAMES, _MOST_FRAMES = 4, 256  # in a part of a batch, which one thread reads
 _ROW_BITS = 40
-_HEADER_BYTES = 1 << 16
-_LARGE_PICTURE = 1 << 24
 _BYTES = np.dtype(np.uint8)
-
-Frame = NDArray[np.uint8]
 
 
 class Source(Protocol):
@@ -57,7 +54,9 @@ class Source(Protocol):
     def rows_together(self) -> int:
         """How many neighbours are decoded with a frame, and given to `read` together; 0 if it takes any rows."""
 
-    def read(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def read(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation = "linear"
+    ) -> None:
         """Read frames, each into its target ``[channels, height, width]``, resized to that."""
 
 
@@ -114,8 +113,15 @@ class FrameReader:
         self.__dict__.update(state)
         _readers.add(self)
 
-    def read(self, requests: Sequence[Request], threads: int | None = None) -> None:
+    def read(
+        self, requests: Sequence[Request], threads: int | None = None, interpolation: Interpolation = "linear"
+    ) -> None:
         """Fill the memory of all requests; a frame that is asked for twice by one request is decoded once.
+
+        Args:
+            requests: What to read, and into which memory.
+            threads: Number of threads; by default one per core.
+            interpolation: How to resize frames that are stored in another size.
 
         Raises:
             CorruptFileError: If a frame cannot be read or decoded.
@@ -134,7 +140,8 @@ class FrameReader:
             origin = first[inverse]
             repeated = np.flatnonzero(origin != np.arange(len(keys)))
             repeats.append((request.out, places[repeated], places[origin[repeated]]))
-        decode_each(self._read_block, list(_blocks(groups, part)), count)
+        read_block = functools.partial(self._read_block, interpolation)
+        decode_each(read_block, list(_blocks(groups, part)), count)
         for out, to, origin in repeats:
             for target, source in zip(to.tolist(), origin.tolist(), strict=True):
                 out[target] = out[source]
@@ -157,10 +164,10 @@ class FrameReader:
             for some, wanted in zip(np.split(mine, cuts), np.split(places[first:last], cuts), strict=True):
                 yield source, some.tolist(), [out[place] for place in wanted.tolist()]
 
-    def _read_block(self, block: list[tuple[Source, list[int], list[Frame]]]) -> None:
+    def _read_block(self, interpolation: Interpolation, block: list[tuple[Source, list[int], list[Frame]]]) -> None:
         with scratch_scope():
             for source, rows, targets in block:
-                source.read(self.files, rows, targets)
+                source.read(self.files, rows, targets, interpolation)
 
 
 def _blocks(groups: Sequence[Any], part: int) -> Iterator[list[Any]]:
@@ -198,17 +205,21 @@ class DatasetSource:
         """How many neighbours are decoded with a frame, and given to `read` together; 0 if it takes any rows."""
         return self.kind.chunk[0] if self.kind.chunk else 0
 
-    def read(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def read(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation = "linear"
+    ) -> None:
         """Read frames, each into its target, resized to that."""
         if self.kind.reading == "chunks":
-            self._read_chunks(files, rows, targets)
+            self._read_chunks(files, rows, targets, interpolation)
         elif self.kind.reading == "contiguous":
-            self._read_contiguous(files, rows, targets)
+            self._read_contiguous(files, rows, targets, interpolation)
         else:
             for row, target in zip(rows, targets, strict=True):
-                self._place(files, self._by_hdf5(files, row), target, row)
+                self._place(files, self._by_hdf5(files, row), target, row, interpolation)
 
-    def _read_contiguous(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def _read_contiguous(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation
+    ) -> None:
         """Read frames by their position; straight into the batch if they are stored as they are wanted."""
         kind = self.kind
         memory = scratch("row", kind.row_bytes, _BYTES)
@@ -217,7 +228,7 @@ class DatasetSource:
         as_wanted = are_bytes and kind.channels_first and targets[0].shape == kind.row_shape
         put = None
         if are_bytes:
-            put = placing(raw.shape, targets[0].shape, channels_first=kind.channels_first)
+            put = placing(raw.shape, targets[0].shape, channels_first=kind.channels_first, interpolation=interpolation)
         with files.borrow(self.file) as descriptor:
             for row, target in zip(rows, targets, strict=True):
                 place = target if as_wanted else memory
@@ -225,7 +236,7 @@ class DatasetSource:
                     files.check(self.file)
                     raise self._damage(files, row, "the file ends before it")
                 if put is None:
-                    self._place(files, raw, target, row)
+                    self._place(files, raw, target, row, interpolation)
                 elif not as_wanted:
                     put(raw, target)
 
@@ -236,7 +247,9 @@ class DatasetSource:
                 return row_bytes(data, row)
             return np.asarray(data[row]).reshape(self.kind.row_shape)
 
-    def _read_chunks(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def _read_chunks(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation
+    ) -> None:
         """Read frames that are in the same chunks."""
         kind = self.kind
         table = self.find_chunks(files, rows[0])
@@ -249,7 +262,7 @@ class DatasetSource:
         else:
             frames = list(self._assemble(files, table, numbers, within, rows[0]))
         for row, frame, target in zip(rows, frames, targets, strict=True):
-            self._place(files, frame, target, row)
+            self._place(files, frame, target, row, interpolation)
 
     def _assemble(self, files: Files, table: ChunkTable, numbers: range, within: list[int], row: int) -> NDArray[Any]:
         """Assemble frames whose pixels are in several chunks."""
@@ -300,45 +313,20 @@ class DatasetSource:
                 files.check(self.file)
                 raise self._damage(files, row, "the file ends before it")
 
-    def _place(self, files: Files, raw: NDArray[Any], target: Frame, row: int) -> None:
+    def _place(self, files: Files, raw: NDArray[Any], target: Frame, row: int, interpolation: Interpolation) -> None:
         if self.kind.encoding == "raw":
-            put = placing(raw.shape, target.shape, channels_first=self.kind.channels_first)
-            put(self._to_bytes(files, raw, row), target)
+            put = placing(raw.shape, target.shape, channels_first=self.kind.channels_first, interpolation=interpolation)
+            try:
+                put(to_bytes(raw, self.kind.scale), target)
+            except CodecError as error:
+                raise self._damage(files, row, str(error)) from error
             return
-        self._check_header(files, raw, row)
-        picture = decode_picture(raw, self.kind.channels)
-        if picture is None:
-            raise self._damage(files, row, "it is not a picture that can be decoded")
-        placing(picture.shape, target.shape, swap=self.kind.encoding == "rgb")(picture, target)
-
-    def _to_bytes(self, files: Files, values: NDArray[Any], row: int) -> Frame:
-        """Return stored values as 0 to 255."""
-        kind = self.kind
-        if values.dtype == _BYTES:
-            return values
-        limit = 255 / kind.scale
-        low = values.min()
-        high = values.max()
-        # A comparison with NaN is False.
-        if not (low >= 0 and high <= limit):
-            raise self._damage(files, row, f"its values are from {low:g} to {high:g}, expected 0 to {limit:g}")
-        if kind.scale != 1:
-            values = values * kind.scale
-        frame: Frame = np.rint(values).astype(np.uint8)
-        return frame
-
-    def _check_header(self, files: Files, raw: NDArray[np.uint8], row: int) -> None:
-        """Raise before memory is allocated for a picture that is much larger than the others, or has 16 bits."""
-        picture = read_header(raw[:_HEADER_BYTES].tobytes()) or read_header(raw.tobytes())
-        if picture is None:
-            raise self._damage(
-                files, row, f"it is not a picture that can be decoded but {name_format(raw[:16].tobytes())}"
-            )
-        if picture.bits > 8:
-            raise self._damage(files, row, f"it has {picture.bits} bits, which 8 bits would not keep")
-        if picture.height * picture.width > max(_LARGE_PICTURE, 4 * self.kind.height * self.kind.width):
-            size = f"{picture.width} x {picture.height} pixels, others {self.kind.width} x {self.kind.height}"
-            raise self._damage(files, row, f"it has {size}")
+        try:
+            picture = decode_picture(raw, self.kind.channels, self.kind.height * self.kind.width)
+        except CodecError as error:
+            raise self._damage(files, row, str(error)) from error
+        put = placing(picture.shape, target.shape, swap=self.kind.encoding == "rgb", interpolation=interpolation)
+        put(picture, target)
 
     @contextlib.contextmanager
     def _naming(self, files: Files, row: int) -> Iterator[None]:
