@@ -1,5 +1,7 @@
 """Every layout that public recordings have loads with the numbers that h5py reads, and says what it does not use."""
 
+from typing import Any
+
 import h5py
 import numpy as np
 import pytest
@@ -49,7 +51,7 @@ def test_the_images_of_a_layout_are_those_of_h5py(tmp_path, name):
         group = file[LAYOUTS[name]["groups"][0] or "/"]
         for camera, where in cameras.items():
             row = group[where][2]
-            image = row if row.ndim == 3 else cv2.imdecode(row, cv2.IMREAD_COLOR)
+            image: Any = row if row.ndim == 3 else cv2.imdecode(row, cv2.IMREAD_COLOR)
             np.testing.assert_array_equal(data[2]["images"][camera][0].numpy(), image.transpose(2, 0, 1))
 
 
@@ -122,7 +124,8 @@ def test_a_filter_key_selects_episodes(tmp_path):
 
 def test_episodes_are_selected_by_name_or_number_in_that_order(tmp_path):
     write_robomimic_image(tmp_path / "demo.hdf5")
-    for wanted in (["demo_1", 0], [1, "data/demo_0"], [np.int64(1), 0, 1]):
+    choices: list[list[Any]] = [["demo_1", 0], [1, "data/demo_0"], [np.int64(1), 0, 1]]
+    for wanted in choices:
         found = describe(tmp_path / "demo.hdf5", Fields(episodes=wanted))
         assert [stretch.group for stretch in found.stretches] == ["data/demo_1", "data/demo_0"]
     with pytest.raises(MissingEntryError, match=r"no episode \['demo_7', 9\]; those it has are demo_0, demo_1"):

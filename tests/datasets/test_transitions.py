@@ -260,3 +260,16 @@ def test_many_short_episodes_are_indexed_like_plain_rows(tmp_path):
         assert torch.equal(batch["not_done"][:, 0] == 0, rows % 3 == 2)
         train, held = data.split(0.5)
         assert len(train) + len(held) == 70_000
+
+
+def test_next_observations_are_those_recorded_even_where_they_are_not_the_following_row(tmp_path):
+    path = write_robomimic(tmp_path / "r.hdf5", (4, 5, 6))
+    generator = np.random.default_rng(0)
+    with h5py.File(path, "a") as file:
+        for demo in file["data"].values():
+            demo["next_obs/robot0_joint_pos"][1:3] = generator.normal(size=(2, 7))
+        expected = np.concatenate([file[f"data/demo_{k}/next_obs/robot0_joint_pos"] for k in range(3)])
+    with TransitionDataset(path, cameras=[]) as data:
+        np.testing.assert_array_equal(data[:]["next_joint"][:, :7], expected.astype(np.float32))
+        chosen = np.array([14, 6, 2, 6])
+        np.testing.assert_array_equal(data[chosen]["next_joint"][:, :7], expected[chosen].astype(np.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.datasets.names import encoded
 from slipstream.datasets.pictures import MAX_PIXELS, Picture, name_format, read_header
+from slipstream.errors import CodecError
 
 CHANNELS = (1, 3, 4)
 _LEAST_SIDE = 8
@@ -99,12 +101,14 @@ def look_at(data: h5py.Dataset, path: str, *, named: bool = False) -> Pixels | s
     return _values(data, size)
 
 
+@functools.lru_cache(maxsize=4096)
 def _words(path: str) -> list[str]:
     # Words of the last two parts: a folder such as `depth/front` names them too.
     text = "/".join(path.split("/")[-2:])
     return [word for word in re.split(r"[^a-z]+", text.lower()) if word]
 
 
+@functools.lru_cache(maxsize=4096)
 def _other_image(path: str) -> str:
     for word in _words(path):
         if word in _OTHER_IMAGES:
@@ -112,6 +116,7 @@ def _other_image(path: str) -> str:
     return "a point cloud" if "point_cloud" in path.lower() else ""
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_named_image(path: str) -> bool:
     return any(word in _IMAGE_WORDS for word in _words(path))
 
@@ -196,6 +201,27 @@ def row_bytes(data: h5py.Dataset, row: int) -> NDArray[np.uint8]:
     if array.dtype.kind in "SV":
         return np.frombuffer(array.tobytes(), np.uint8)
     return array.reshape(-1).view(np.uint8)
+
+
+def to_bytes(values: NDArray[Any], scale: float) -> NDArray[np.uint8]:
+    """Return stored pixels as 0 to 255.
+
+    Args:
+        values: Pixels of any type.
+        scale: What they are multiplied with to become 0 to 255.
+
+    Raises:
+        CodecError: If a value is outside of the range, or NaN.
+    """
+    if values.dtype == np.uint8:
+        return values
+    limit = 255 / scale
+    low = values.min()
+    high = values.max()
+    # A comparison with NaN is False.
+    if not (low >= 0 and high <= limit):
+        raise CodecError(f"its values are from {low:g} to {high:g}, expected 0 to {limit:g}")
+    return np.asarray(np.rint(values * scale), np.uint8)
 
 
 def _compressed(data: h5py.Dataset, path: str, *, named: bool) -> Pixels | str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from slipstream.datasets.cameras import Pixels, look_at
 from slipstream.datasets.filters import Filter, can_decode
 from slipstream.datasets.names import name_of
+from slipstream.datasets.stored import creation_of
 from slipstream.errors import CorruptFileError, DatasetError
 from slipstream.memory import machine_bytes
 from slipstream.text import install_hint
@@ -25,10 +25,8 @@ parallel; ``locked`` by HDF5, which does one read at a time."""
 Encoding = Literal["raw", "rgb", "bgr"]
 """What a row is: pixels, or a compressed image (JPEG, PNG, WebP) whose channels had this order when it was encoded."""
 
-logger = logging.getLogger(__name__)
-
 _MAX_ROW_BYTES = 1 << 30
-USE_INGEST = "`slipstream data ingest` stores resized frames, once, that are read in parallel"
+REPACK = "`slipstream data ingest` stores resized frames, once, that are read in parallel"
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def kind_of(
     encoding: Encoding = "raw"
     if pixels.format:
         encoding = color or ("bgr" if bgr else "rgb")
-    plist = data.id.get_create_plist()
+    plist = creation_of(data)
     reading, because, filters = _reading(data, plist)
     offset = -1
     if reading == "contiguous":
@@ -288,17 +286,3 @@ class ChunkTable:
         """Return the numbers of the chunks that hold some rows."""
         each = math.prod(self.grid[1:])
         return range(chunk_row * each, (chunk_row + 1) * each)
-
-
-def warn_if_slow(path: object, camera: str, kind: FrameKind) -> None:
-    """Log what will be slow and what can be done about it, and which order of colors is assumed."""
-    if kind.reading == "locked":
-        reason = f"can be read by HDF5 only, one frame at a time ({kind.because})"
-        logger.warning("%s: the camera %s %s; %s", path, camera, reason, USE_INGEST)
-    elif kind.amplification > 2:
-        reason = f"decodes {kind.amplification:.0f} times its size"
-        logger.warning("%s: reading a frame of the camera %s %s; %s", path, camera, reason, USE_INGEST)
-    if kind.color_assumed and kind.channels > 1:
-        assumed = f"{kind.format} images of the camera {camera} are assumed to be {kind.encoding.upper()}"
-        other = "bgr" if kind.encoding == "rgb" else "rgb"
-        logger.warning('%s: %s; pass color="%s" if red and blue are exchanged', path, assumed, other)

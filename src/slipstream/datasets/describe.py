@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from slipstream.datasets.cameras import look_at
 from slipstream.datasets.chunks import check_images, kind_of
 from slipstream.datasets.description import Description, Fields, Final, Images, Skipped, Stretch
+from slipstream.datasets.flags import read_flags
 from slipstream.datasets.layouts import Layout, find_layout
 from slipstream.datasets.names import name_of
-from slipstream.datasets.opening import check_numbers, dataset, opened, read_flags
+from slipstream.datasets.opening import check_numbers, dataset, opened
 from slipstream.datasets.roles import Search, find_roles
 from slipstream.datasets.summary import Counts, make_notes, make_rows
 from slipstream.datasets.tree import Tree, join
@@ -196,7 +197,7 @@ class _Checker:
         final = self._final(self._observed(joints, cameras), steps, len(lengths))
         for camera, images in after.items():
             if images.num_rows != steps:
-                raise self._wrong_rows(self.tree.name(self._whole(roles.next_cameras[camera])), images.num_rows, steps)
+                raise self._wrong_rows(self._shown(roles.next_cameras[camera]), images.num_rows, steps)
         # Only an episode that is sound says how wide others are.
         self.action_dim = action_dim
         self.joint_dim = joint_dim
@@ -204,6 +205,9 @@ class _Checker:
 
     def _whole(self, path: str) -> str:
         return join(self._group, path)
+
+    def _shown(self, path: str) -> str:
+        return self.tree.name(self._whole(path))
 
     def _dataset(self, path: str) -> h5py.Dataset:
         """Return a dataset of the group; remembers what the table of a description tells of it."""
@@ -289,18 +293,17 @@ class _Checker:
         """Return the lengths of the episodes of a group, and which of them were truncated."""
         terminal = self._flags(self.roles.terminal, steps)
         timeout = self._flags(self.roles.timeout, steps)
-        flagged = terminal | timeout
-        last = np.array([steps - 1])
-        if self.layout.flags_split:
-            broken = self._broken_links(joints, flagged)
-            self.counts.num_broken += int(broken.sum())
-            # Where timeouts are recorded, flags are complete; a link may differ for other reasons.
-            if self.roles.timeout is None:
-                flagged[:-1] |= broken
-                self.counts.num_unflagged += int(broken.sum())
-            last = np.union1d(np.flatnonzero(flagged), last)
-        else:
+        if not self.layout.flags_split:
             self.counts.num_mid_flags += int(np.count_nonzero(terminal[:-1]) + np.count_nonzero(timeout[:-1]))
+            return np.array([steps], np.int64), ~terminal[-1:]
+        flagged = terminal | timeout
+        broken = self._broken_links(joints, flagged)
+        self.counts.num_broken += int(broken.sum())
+        # Where timeouts are recorded, flags are complete; a link may differ for other reasons.
+        if self.roles.timeout is None:
+            flagged[:-1] |= broken
+            self.counts.num_unflagged += int(broken.sum())
+        last = np.union1d(np.flatnonzero(flagged), [steps - 1])
         lengths = np.diff(last, prepend=-1).astype(np.int64)
         return lengths, ~terminal[last]
 
@@ -334,9 +337,11 @@ class _Checker:
 
     def _observed(self, joints: Sequence[h5py.Dataset], cameras: dict[str, Images]) -> dict[str, int]:
         """Return how many rows each observation has."""
-        observed = {name_of(data): data.shape[0] for data in joints}
+        observed = {}
+        for path, data in zip(self.roles.joint, joints, strict=True):
+            observed[path] = data.shape[0]
         for name, images in cameras.items():
-            observed[self.tree.name(self._whole(self.roles.cameras[name]))] = images.num_rows
+            observed[self.roles.cameras[name]] = images.num_rows
         return observed
 
     def _is_apart(self) -> bool:
@@ -348,12 +353,12 @@ class _Checker:
     def _final(self, observed: dict[str, int], steps: int, episodes: int) -> Final:
         """Tell where last observations are, from how many rows there are."""
         if len(set(observed.values())) > 1:
-            found = ", ".join(f"{name} {count}" for name, count in observed.items())
+            found = ", ".join(f"{self._shown(path)} {count}" for path, count in observed.items())
             raise DatasetError(f"{self.file}: observations have different numbers of rows: {found}")
         rows = next(iter(observed.values()), steps)
         kinds: dict[int, Final] = {steps: "none", steps + 1: "stream", steps + episodes: "own"}
         if rows not in kinds:
-            raise self._wrong_rows(next(iter(observed)), rows, steps)
+            raise self._wrong_rows(self._shown(next(iter(observed))), rows, steps)
         if self._is_apart():
             return "next"
         return kinds[rows]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import weakref
@@ -26,22 +27,21 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.datasets.cameras import row_bytes
-from slipstream.datasets.chunks import ChunkTable, FrameKind
+from slipstream.datasets.cameras import row_bytes, to_bytes
+from slipstream.datasets.chunks import REPACK, ChunkTable, FrameKind
 from slipstream.datasets.files import Files, decode_each, pread_into
 from slipstream.datasets.filters import decode_chunk
 from slipstream.datasets.opening import dataset
-from slipstream.datasets.pictures import name_format, read_header
+from slipstream.datasets.pictures import decode_picture
 from slipstream.datasets.prepare import Frame, Interpolation, placing
-from slipstream.datasets.resizing import decode_picture
 from slipstream.errors import CodecError, CorruptFileError, SlipstreamError
 from slipstream.memory import scratch, scratch_scope
 from slipstream.threads import default_threads
 
+logger = logging.getLogger(__name__)
+
 _LEAST_FRAMES, _MOST_FRAMES = 4, 256  # in a part of a batch, which one thread reads
 _ROW_BITS = 40
-_HEADER_BYTES = 1 << 16
-_LARGE_PICTURE = 1 << 24
 _BYTES = np.dtype(np.uint8)
 
 
@@ -316,43 +316,17 @@ class DatasetSource:
     def _place(self, files: Files, raw: NDArray[Any], target: Frame, row: int, interpolation: Interpolation) -> None:
         if self.kind.encoding == "raw":
             put = placing(raw.shape, target.shape, channels_first=self.kind.channels_first, interpolation=interpolation)
-            put(self._to_bytes(files, raw, row), target)
+            try:
+                put(to_bytes(raw, self.kind.scale), target)
+            except CodecError as error:
+                raise self._damage(files, row, str(error)) from error
             return
-        self._check_header(files, raw, row)
-        picture = decode_picture(raw, self.kind.channels)
-        if picture is None:
-            raise self._damage(files, row, "it is not a picture that can be decoded")
+        try:
+            picture = decode_picture(raw, self.kind.channels, self.kind.height * self.kind.width)
+        except CodecError as error:
+            raise self._damage(files, row, str(error)) from error
         put = placing(picture.shape, target.shape, swap=self.kind.encoding == "rgb", interpolation=interpolation)
         put(picture, target)
-
-    def _to_bytes(self, files: Files, values: NDArray[Any], row: int) -> Frame:
-        """Return stored values as 0 to 255."""
-        kind = self.kind
-        if values.dtype == _BYTES:
-            return values
-        limit = 255 / kind.scale
-        low = values.min()
-        high = values.max()
-        # A comparison with NaN is False.
-        if not (low >= 0 and high <= limit):
-            raise self._damage(files, row, f"its values are from {low:g} to {high:g}, expected 0 to {limit:g}")
-        if kind.scale != 1:
-            values = values * kind.scale
-        frame: Frame = np.rint(values).astype(np.uint8)
-        return frame
-
-    def _check_header(self, files: Files, raw: NDArray[np.uint8], row: int) -> None:
-        """Raise before memory is allocated for a picture that is much larger than the others, or has 16 bits."""
-        picture = read_header(raw[:_HEADER_BYTES].tobytes()) or read_header(raw.tobytes())
-        if picture is None:
-            raise self._damage(
-                files, row, f"it is not a picture that can be decoded but {name_format(raw[:16].tobytes())}"
-            )
-        if picture.bits > 8:
-            raise self._damage(files, row, f"it has {picture.bits} bits, which 8 bits would not keep")
-        if picture.height * picture.width > max(_LARGE_PICTURE, 4 * self.kind.height * self.kind.width):
-            size = f"{picture.width} x {picture.height} pixels, others {self.kind.width} x {self.kind.height}"
-            raise self._damage(files, row, f"it has {size}")
 
     @contextlib.contextmanager
     def _naming(self, files: Files, row: int) -> Iterator[None]:
@@ -373,6 +347,20 @@ class DatasetSource:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.file, self.path, self.kind, self.offset, self._table = state
+
+
+def warn_if_slow(path: object, camera: str, kind: FrameKind) -> None:
+    """Log what will be slow and what can be done about it, and which order of colors is assumed."""
+    if kind.reading == "locked":
+        reason = f"can be read by HDF5 only, one frame at a time ({kind.because})"
+        logger.warning("%s: the camera %s %s; %s", path, camera, reason, REPACK)
+    elif kind.amplification > 2:
+        reason = f"decodes {kind.amplification:.0f} times its size"
+        logger.warning("%s: reading a frame of the camera %s %s; %s", path, camera, reason, REPACK)
+    if kind.color_assumed and kind.channels > 1:
+        assumed = f"{kind.format} images of the camera {camera} are assumed to be {kind.encoding.upper()}"
+        other = "bgr" if kind.encoding == "rgb" else "rgb"
+        logger.warning('%s: %s; pass color="%s" if red and blue are exchanged', path, assumed, other)
 
 
 _readers: weakref.WeakSet[FrameReader] = weakref.WeakSet()

@@ -32,11 +32,10 @@ from slipstream.datasets.cache import (
 )
 from slipstream.datasets.cache_writer import CacheWriter
 from slipstream.datasets.cached import RegisteredCache
-from slipstream.datasets.chunks import warn_if_slow
 from slipstream.datasets.describe import describe
 from slipstream.datasets.description import Description, Fields, Images
 from slipstream.datasets.files import Files
-from slipstream.datasets.frames import DatasetSource, FrameReader, Request
+from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
 from slipstream.datasets.source import Source
 from slipstream.errors import CorruptFileError, DatasetError, MissingEntryError, SlipstreamError
 from slipstream.memory import aligned

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from slipstream.datasets.identity import Identity
 from slipstream.datasets.names import decoded, encoded, name_of, shown
+from slipstream.datasets.stored import Stored, creation_of
 from slipstream.errors import (
     ConfigurationError,
     CorruptFileError,
     DatasetError,
     MissingEntryError,
-    NonFiniteError,
     SlipstreamError,
 )
 from slipstream.store.local import open_regular
@@ -37,8 +37,6 @@ SUFFIXES = (".hdf5", ".h5", ".hdf")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MAX_LISTED = 12
 _BLOCK_BYTES = 4 << 20
-# Flags are 0 or 1 up to this error, for instance where they went through float arithmetic.
-_FLAG_TOLERANCE = 1e-6
 # How HDF5 says that a writer has the file open, or was killed before it could clear its mark.
 _IN_USE = re.compile(r"already open for|unable to lock|not already open for SWMR")
 
@@ -91,15 +89,19 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[tuple[h5py.File, Identity]]:
+def opened(path: Path, known: Identity | None = None) -> Iterator[tuple[h5py.File, Identity]]:
     """Open a file for reading, and raise at the end if it changed in the meantime.
+
+    Args:
+        path: The file.
+        known: What it was when it was opened before; computing it again would read a sample of the file.
 
     Raises:
         FileNotFoundError: If there is no such file.
         CorruptFileError: If it is not an HDF5 file, is truncated, or is damaged where it is read.
         DatasetError: If a writer has it open or was killed, if it changed in the meantime, or needs too much memory.
     """
-    identity = Identity.of(path)
+    identity = Identity.of(path) if known is None else known.check(path)
     file = open_hdf5(path)
     try:
         with file, _naming(path):
@@ -195,6 +197,20 @@ def _inner(reason: str) -> str:
     return " ".join(reason.split())
 
 
+def member(group: h5py.Group, path: str) -> h5py.Group | h5py.Dataset | None:
+    """Return what a path below a group stands for, or None.
+
+    Raises:
+        DatasetError: If a link on the way leads out of the file, or nowhere.
+    """
+    found = follow(group, path)
+    if isinstance(found, h5py.h5d.DatasetID):
+        return Stored(found)
+    if isinstance(found, h5py.h5g.GroupID):
+        return h5py.Group(found)
+    return None
+
+
 def dataset(group: h5py.Group, path: str) -> h5py.Dataset:
     """Return a dataset by its path below a group.
 
@@ -206,7 +222,7 @@ def dataset(group: h5py.Group, path: str) -> h5py.Dataset:
     if found is None:
         found = follow(group, path)
     if isinstance(found, h5py.h5d.DatasetID):
-        data = h5py.Dataset(found, readonly=True)
+        data = Stored(found)
         check_inside(data)
         return data
     what = "is not there"
@@ -300,7 +316,7 @@ def _follow_link(group: h5py.Group, node: Any, name: bytes) -> Any:
 
 def check_inside(data: h5py.Dataset, depth: int = 4) -> None:
     """Raise if the values of a dataset are in other files; virtual datasets may be nested `depth` times."""
-    plist = data.id.get_create_plist()
+    plist = creation_of(data)
     others = [str(plist.get_external(number)[0]) for number in range(plist.get_external_count())]
     if plist.get_layout() == h5py.h5d.VIRTUAL:
         others += [source.file_name for source in data.virtual_sources() if not _is_own(data, source, depth)]
@@ -317,7 +333,7 @@ def _is_own(data: h5py.Dataset, source: Any, depth: int) -> bool:
         return False
     found = follow(data.file["/"], source.dset_name)
     if isinstance(found, h5py.h5d.DatasetID):
-        check_inside(h5py.Dataset(found, readonly=True), depth - 1)
+        check_inside(Stored(found), depth - 1)
     return True
 
 
@@ -363,32 +379,3 @@ def read_rows(data: h5py.Dataset, start: int, out: NDArray[Any]) -> None:
         # A value that is too large becomes infinite, which is reported with its row.
         with np.errstate(over="ignore"):
             out[first:last] = part.reshape(out[first:last].shape)
-
-
-def read_flags(data: h5py.Dataset, count: int) -> NDArray[np.bool_]:
-    """Read the first `count` flags of a dataset; values within 1e-6 of 0 and 1 count as those.
-
-    Raises:
-        NonFiniteError: If a flag is NaN or infinite.
-        DatasetError: If a flag is neither 0 nor 1.
-    """
-    flags = np.zeros(count, bool)
-    for first in range(0, count, _BLOCK_BYTES):
-        last = min(first + _BLOCK_BYTES, count)
-        values = np.asarray(data[first:last]).reshape(-1)
-        flags[first:last] = _flags_of(data, values, first)
-    return flags
-
-
-def _flags_of(data: h5py.Dataset, values: NDArray[Any], first: int) -> NDArray[np.bool_]:
-    if values.dtype == np.bool_:
-        return values
-    where = f"{data.file.filename}: {name_of(data)}"
-    wrong = np.flatnonzero(~np.isfinite(values))
-    if wrong.size:
-        raise NonFiniteError(f"{where} is not finite in row {first + wrong[0]}: {values[wrong[0]]}")
-    is_set = np.abs(values - 1.0) <= _FLAG_TOLERANCE
-    wrong = np.flatnonzero(~is_set & (np.abs(values.astype(np.float64)) > _FLAG_TOLERANCE))
-    if wrong.size:
-        raise DatasetError(f"{where} is {values[wrong[0]]} in row {first + wrong[0]}, expected flags of 0 and 1")
-    return np.asarray(is_set)

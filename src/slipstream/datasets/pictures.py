@@ -1,12 +1,20 @@
-"""What the header of a compressed image says, read without decoding the image."""
+"""Compressed images: what their headers say, read without decoding them, and how to decode them."""
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.errors import CodecError
+
 MAX_PIXELS = 1 << 28
 _NO_SIZE = {0xC4, 0xC8, 0xCC}
+_HEADER_BYTES = 1 << 16
+# An image may have this many pixels, whatever the size of others.
+_LARGE_PIXELS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -102,3 +110,36 @@ def _checked(name: str, height: int, width: int, channels: int, bits: int) -> Pi
     if height == 0 or width == 0:
         return None
     return Picture(name, height, width, channels, bits)
+
+
+def decode_picture(raw: NDArray[np.uint8], channels: int, num_pixels: int) -> NDArray[np.uint8]:
+    """Decode a JPEG, PNG or WebP as ``[height, width, channels]``, blue first.
+
+    Args:
+        raw: The bytes; zeros may follow.
+        channels: 1 decodes as grey, everything else as color.
+        num_pixels: Pixels of other images of the same camera.
+
+    Raises:
+        CodecError: If it cannot be decoded, has 16 bits, or is much larger than the others.
+    """
+    import cv2  # noqa: PLC0415 - headers are read without it
+
+    # A header is a few bytes; a hostile one may claim gigabytes.
+    header = read_header(raw[:_HEADER_BYTES].tobytes()) or read_header(raw.tobytes())
+    if header is None:
+        raise CodecError(f"it is not a picture that can be decoded but {name_format(raw[:16].tobytes())}")
+    if header.bits > 8:
+        raise CodecError(f"it has {header.bits} bits, which 8 bits would not keep")
+    if header.height * header.width > max(_LARGE_PIXELS, 4 * num_pixels):
+        raise CodecError(f"it has {header.width} x {header.height} pixels, others {num_pixels} in total")
+    flag = cv2.IMREAD_COLOR
+    if channels == 1:
+        flag = cv2.IMREAD_GRAYSCALE
+    try:
+        picture = cv2.imdecode(raw, flag)
+    except cv2.error:
+        picture = None
+    if picture is None:
+        raise CodecError("it is not a picture that can be decoded")
+    return np.asarray(picture, np.uint8).reshape(*picture.shape[:2], -1)

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from slipstream.datasets.cache import find_cache
 from slipstream.datasets.cached import RegisteredCache
-from slipstream.datasets.chunks import warn_if_slow
 from slipstream.datasets.describe import describe
 from slipstream.datasets.description import Description, Fields, Images
 from slipstream.datasets.files import MAX_OPEN, Files
-from slipstream.datasets.frames import DatasetSource, FrameReader, Request
-from slipstream.datasets.opening import dataset, opened, read_flags, read_rows
+from slipstream.datasets.flags import read_flags
+from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
+from slipstream.datasets.opening import dataset, opened, read_rows
 from slipstream.datasets.plans import Plan, Room
 from slipstream.errors import DatasetError, MissingEntryError, NonFiniteError
 from slipstream.memory import machine_bytes
@@ -119,9 +119,7 @@ class Recordings:
     def _load(self, plans: Sequence[Plan]) -> None:
         episode = 0
         for description, of_file in _by_file(plans):
-            with opened(description.path) as (root, identity):
-                if identity != description.identity:
-                    description.identity.check(description.path)
+            with opened(description.path, description.identity) as (root, identity):
                 number = self.frames.files.add(description.path, identity)
                 cache = find_cache(description.path, self._image_size, self._cache_setting)
                 cached = None if cache is None else RegisteredCache(cache, self.frames.files, number)

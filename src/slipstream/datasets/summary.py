@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import h5py
 
-from slipstream.datasets.chunks import USE_INGEST, FrameKind, filters_of
+from slipstream.datasets.chunks import REPACK, FrameKind, filters_of
 from slipstream.datasets.description import Roles, Row, Skipped, Stretch
 from slipstream.datasets.layouts import Layout
 from slipstream.datasets.names import shown
 from slipstream.datasets.roles import Search
+from slipstream.datasets.stored import creation_of
 from slipstream.text import plural
 
 _MAX_LISTED = 40
@@ -98,7 +99,7 @@ def _dtype(data: h5py.Dataset) -> str:
 def _storage(data: h5py.Dataset) -> str:
     if data.chunks is None:
         return "contiguous"
-    names = [filter_.name for filter_ in filters_of(data.id.get_create_plist())]
+    names = [filter_.name for filter_ in filters_of(creation_of(data))]
     return " ".join(["chunks", "x".join(map(str, data.chunks)), *names])
 
 
@@ -164,9 +165,7 @@ def _kind_notes(name: str, kinds: Sequence[FrameKind]) -> list[str]:
     locked = [one for one in kinds if one.reading == "locked"]
     wide = max(one.amplification for one in kinds)
     if locked:
-        notes.append(
-            f"the camera {name} can be read by HDF5 only, one frame at a time ({locked[0].because}); {USE_INGEST}"
-        )
+        notes.append(f"the camera {name} can be read by HDF5 only, one frame at a time ({locked[0].because}); {REPACK}")
     elif wide > 2:
-        notes.append(f"reading a frame of the camera {name} decodes {wide:.0f} times its size; {USE_INGEST}")
+        notes.append(f"reading a frame of the camera {name} decodes {wide:.0f} times its size; {REPACK}")
     return notes

@@ -9,6 +9,7 @@ import h5py
 
 from slipstream.datasets.names import decoded, encoded, shown
 from slipstream.datasets.opening import DanglingLinkError, check_inside, follow
+from slipstream.datasets.stored import Stored
 from slipstream.errors import DatasetError
 
 _MAX_LINKS = 4_000_000
@@ -130,8 +131,7 @@ class Tree:
         """
         data = self._datasets.get(path)
         if data is None:
-            # Read-only datasets remember their shape and type.
-            data = h5py.Dataset(self._open(path), readonly=True)
+            data = Stored(self._open(path))
             check_inside(data)
             self._datasets[path] = data
         return data

@@ -31,8 +31,8 @@ def ingest(
 ) -> None:
     """Store the frames of files resized, once, so that training reads them at the speed of a copy.
 
-    Stores all cameras, or those named with --camera. Run it again after an interruption, and it continues. A cache is
-    used automatically until its file changes; it keeps the cameras that it has when others are added.
+    Run it again after an interruption, and it continues. A cache is used automatically until its file changes; it keeps
+    the cameras that it has when others are added.
     """
     from slipstream.cli.output import print_lines
     from slipstream.datasets.ingest import ingest as store
@@ -40,16 +40,13 @@ def ingest(
     from slipstream.text import format_bytes
 
     fields = fields_of(camera, action=action, episodes=episodes)
-    cameras = None
-    if fields.cameras:
-        cameras = list(fields.cameras)
     for file in find_files([str(path) for path in files]):
         with progress_bar(f"ingesting {file.name}") as progress:
             done = store(
                 file,
                 image_size,
                 fields=fields,
-                cameras=cameras,
+                cameras=list(fields.cameras) if fields.cameras else None,
                 folder=folder,
                 compress=compress,
                 overwrite=overwrite,
