@@ -2,14 +2,22 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-all check fix bench bench-all docs clean
+.PHONY: help demo test test-all check fix bench bench-all docs docs-serve clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 demo: .venv/.installed ## Train a policy in minutes, evaluate it and write a report; run again to resume
 	@$(BIN)/slipstream train preset=quick name=demo resume=auto
+	@echo
+	@echo "Next steps:"
+	@echo "  . .venv/bin/activate                      # puts slipstream on the PATH of this shell"
+	@echo "  slipstream report runs/demo --open        # watch the flights"
+	@echo "  slipstream eval runs/demo --shield        # evaluate in other conditions"
+	@echo "  slipstream train resume=demo max_frame_num=3.2e6    # train for longer"
+	@echo "  tensorboard --logdir runs                 # curves"
+	@echo "  wandb sync runs/demo/wandb/offline-run-*  # upload to Weights & Biases"
 
 test: .venv/.installed ## Run the tests
 	$(BIN)/python -m pytest -n auto --dist loadfile
@@ -40,8 +48,11 @@ bench-all: .venv/.bench ## Run the full benchmarks; takes most of an hour
 	-$(BIN)/python bench/remote_link.py --write docs/benchmarks.md
 	$(BIN)/python bench/readme.py
 
-docs: .venv/.docs ## Build the documentation into site/
+docs: .venv/.docs ## Build the documentation into site/; open site/index.html
 	$(BIN)/mkdocs build --strict
+
+docs-serve: .venv/.docs ## Show the documentation at 127.0.0.1:8000, rebuilt when a page changes
+	$(BIN)/mkdocs serve
 
 clean: ## Delete everything that these targets created
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis site dist build
@@ -54,12 +65,38 @@ clean: ## Delete everything that these targets created
 	@echo "Creating .venv"
 	@$(PYTHON) -m venv .venv > /dev/null 2>&1 || $(PYTHON) -m venv --without-pip .venv
 
+# More options for pip, such as PIP_ARGS=--no-cache-dir or PIP_ARGS='--index-url URL'.
+PIP_ARGS ?=
 PIP_INSTALL = $(shell [ -x $(BIN)/pip ] && echo $(BIN)/python -m pip || echo $(PYTHON) -m pip --python $(BIN)/python) \
-	install -qq --disable-pip-version-check
+	install --disable-pip-version-check $(PIP_ARGS)
+
+# Prints the version and the folder of the torch that $(PYTHON) has, if it is 2.5 or newer.
+define FIND_TORCH
+import os, sys
+from importlib.metadata import distributions
+for torch in distributions(name="torch"):
+    version = torch.version.partition("+")[0]
+    if sys.prefix != os.path.realpath(".venv") and tuple(map(int, version.split(".")[:2])) >= (2, 5):
+        print(version, torch.locate_file(""))
+        break
+endef
+export FIND_TORCH
 
 .venv/.installed: requirements.txt pyproject.toml | .venv/bin/python
-	@echo "Installing into .venv; this takes a few minutes the first time"
-	@$(PIP_INSTALL) -r requirements.txt
+	@set -e; \
+	torch=$$($(PYTHON) -c "$$FIND_TORCH"); \
+	cp requirements.txt .venv/requirements.txt; \
+	if [ -n "$$torch" ]; then \
+		echo "Using torch $${torch%% *} from $${torch#* }"; \
+		for packages in .venv/lib/python*/site-packages; do echo "$${torch#* }" > "$$packages/installed_torch.pth"; done; \
+		sed "s/^torch==.*/torch==$${torch%% *}/" requirements.txt > .venv/requirements.txt; \
+		echo "Installing into .venv; the first time, this downloads up to 0.4 GB"; \
+	else \
+		echo "Installing into .venv; the first time, this downloads about 0.6 GB if pip finds a torch for CPUs only."; \
+		echo "The torch of the default index has CUDA on Linux, which is 3 GB more: without a GPU, choose the index of the"; \
+		echo "CPU builds (pytorch.org lists it) with make PIP_ARGS='--extra-index-url URL', or install torch beforehand."; \
+	fi
+	@$(PIP_INSTALL) -r .venv/requirements.txt
 	@$(PIP_INSTALL) --no-deps --editable .
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""Checkpoints in a loop of your own, saved in the background and resumed exactly.
+"""Checkpoints in a custom loop, saved in the background and resumed exactly.
 
 Trains a small network in one go, and in two: the second loop knows nothing but the folder that the first one left. Both
 must end with the same weights, bit for bit. To run it: python examples/checkpoint_your_loop.py [--steps 400]
@@ -25,7 +25,7 @@ class Training(NamedTuple):
 
 
 def make() -> Training:
-    """Make everything anew, as a program does when it starts."""
+    """Create everything from scratch, as a program does when it starts."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Dropout(0.1), torch.nn.Linear(256, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -36,10 +36,10 @@ def make() -> Training:
 
 
 def train(folder: Path, until: int, save_every: int) -> Training:
-    """Go on from whatever the folder holds, and train until there have been so many steps."""
+    """Resume from the newest checkpoint in the folder, if any, and train until the given step."""
     loop = make()
     with CheckpointManager(folder, keep_last=3, keep_best=("loss", "min"), max_queue_size=8) as manager:
-        manager.guard(loop.optimizer)  # its step waits for a copy under way, and for nothing else
+        manager.guard(loop.optimizer)  # its step waits for a copy in progress, and for nothing else
         if manager.latest() is not None:
             restored = manager.restore()  # the newest that is sound
             loop.state.load_state_dict(restored.state)
@@ -52,7 +52,7 @@ def train(folder: Path, until: int, save_every: int) -> Training:
             loop.optimizer.step()
             loop.schedule.step()
             loop.counters["step"] += 1
-            if loop.counters["step"] % save_every == 0:  # returns at once: copied and written while training goes on
+            if loop.counters["step"] % save_every == 0:  # returns at once: copied and written while training continues
                 manager.save(loop.counters["step"], loop.state.state_dict(), {"loss": loss.item()})
         manager.flush()
         print(f"  saved {manager.saver.get_stats()['save_count']:.0f} times; on disk: {manager.steps()}")
@@ -61,7 +61,7 @@ def train(folder: Path, until: int, save_every: int) -> Training:
 
 def main() -> None:
     """Train in one go, and in two, and compare."""
-    parser = argparse.ArgumentParser(description="Checkpoints in a training loop of your own.")
+    parser = argparse.ArgumentParser(description="Checkpoints in a custom training loop.")
     parser.add_argument("--steps", type=int, default=400)
     steps: int = parser.parse_args().steps
     torch.set_num_threads(1)  # the network is small

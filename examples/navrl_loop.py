@@ -50,7 +50,7 @@ def main() -> None:
     )
 
     saver = AsyncCheckpointSaver(verbose=True)  # 1
-    saver.guard(*ppo.optimizers().values())  # 2: steps of these optimizers wait for a copy under way
+    saver.guard(*ppo.optimizers().values())  # 2: steps of these optimizers wait for a copy in progress
 
     for iteration, data in enumerate(collector, start=1):
         info = {"env_frames": iteration * frames, **ppo.update(data)}  # NavRL: policy.train(data)

@@ -59,7 +59,7 @@ def main() -> None:
     sizes = {"frames_per_batch": frames, "total_frames": frames * args.iterations}
     base = Collector(env, actor, **sizes, auto_register_policy_transforms=False)
     with CompressedDataCollector(base) as collector, AsyncCheckpointSaver() as saver:
-        saver.guard(optimizer)  # its step waits for a copy under way
+        saver.guard(optimizer)  # its step waits for a copy in progress
         for iteration, batch in enumerate(collector, start=1):  # packed; what is read of it is an ordinary TensorDict
             parts = [gae(batch[first : first + 16]) for first in range(0, args.envs, 16)]  # 16 drones decoded at a time
             for key in ("advantage", "value_target"):

@@ -149,6 +149,11 @@ def images() -> dict[str, Any]:
     }
 
 
+def single_values() -> dict[str, Any]:
+    """Return arrays without axes, which version 1 of packed images could not hold."""
+    return {"byte": np.array(7, np.uint8), "flag": np.array(True), "number": np.array(-2.5, np.float64)}
+
+
 ABOUT_EVALUATION = {"iteration": 120, "env_frames": 2_000_000, "conditions": {"seed": 1, "overrides": []}}
 
 
@@ -206,9 +211,10 @@ def main() -> None:
         episodes().save(folder / "replay_episodes_v2")
     if not (folder / "replay_storage_v2").exists():
         replay_buffer().storage.dumps(folder / "replay_storage_v2")
-    if not (folder / "images_v1.json").exists():
-        packed = {name: compress_image(image).hex() for name, image in images().items()}
-        (folder / "images_v1.json").write_text(json.dumps(packed, indent=1) + "\n")
+    if not (folder / "images_v2.json").exists():
+        packed = {name: compress_image(image).hex() for name, image in (images() | single_values()).items()}
+        packed["jpeg"] = compress_image(images()["colours"], jpeg=90).hex()
+        (folder / "images_v2.json").write_text(json.dumps(packed, indent=1) + "\n")
     if not (folder / "evaluation_v2.json").exists():
         save_evaluation(evaluation(), folder, "evaluation_v2", ABOUT_EVALUATION)
 

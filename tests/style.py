@@ -1,4 +1,4 @@
-"""How dense the code of each package is, and the best values that it has reached.
+"""How dense the code of each package is, how plain the prose, and the best values that they have reached.
 
 ``python -m tests.style`` prints the table and tightens ``tests/style.json`` where a package got better; `make fix` runs
 it. The numbers are symptoms: a package that gets worse deserves a look, not a trick.
@@ -12,7 +12,8 @@ import tokenize
 from collections import Counter, defaultdict
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "slipstream"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "slipstream"
 RECORD = Path(__file__).with_name("style.json")
 
 HIGHER_IS_BETTER = {"comments"}
@@ -23,9 +24,13 @@ PER_1000_LINES = ("comments", "conditional_expressions", "comprehensions", "tupl
 STILTED = re.compile(
     r"\b(goes on|go on with|of its own|of one's own|of their own|anew|so many|no writer writes|as a writer writes"
     r"|makes no sense|what became of|not to be had|(is|are|was) told|under way|whoever|in vain|put together"
-    r"|taken apart|is not to be|numbers that are none|what no)\b",
+    r"|taken apart|is not to be|numbers that are none|what no|what came of|go on (exactly|from|to)|going on|somebody"
+    r"|for ever|as long again)\b",
     re.IGNORECASE,
 )
+# What people read besides the source: pages and examples. CHANGELOG.md is history.
+PROSE = "docs, README and examples"
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.py")
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SILENT_TOKENS = {
     tokenize.COMMENT,
@@ -39,7 +44,7 @@ _SILENT_TOKENS = {
 
 
 def measure() -> dict[str, dict[str, float]]:
-    """Return the values of every package, and of the modules at the root together."""
+    """Return the values of every package, of the modules at the root together, and of the prose."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).parts
@@ -48,7 +53,21 @@ def measure() -> dict[str, dict[str, float]]:
         longest = max(counts[package]["longest_module"], found.pop("longest_module"))
         counts[package].update(found)
         counts[package]["longest_module"] = longest
-    return {package: _rates(found) for package, found in counts.items()}
+    values = {package: _rates(found) for package, found in counts.items()}
+    values[PROSE] = {"stilted_phrases": sum(len(phrases) for phrases in find_stilted().values())}
+    return values
+
+
+def find_stilted() -> dict[str, list[str]]:
+    """Return the phrases of each page and example that are hard to read, with the lines that they are in."""
+    found: dict[str, list[str]] = {}
+    for pattern in PAGES:
+        for path in sorted(ROOT.glob(pattern)):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            hits = [f"{number}: {line.strip()}" for number, line in enumerate(lines, 1) if STILTED.search(line)]
+            if hits:
+                found[str(path.relative_to(ROOT))] = hits
+    return found
 
 
 def _count(text: str) -> Counter[str]:

@@ -18,7 +18,7 @@ PUBLIC_NAMES = dir(slipstream)
 LAYERS = [
     {"errors"},
     {"checks", "floats", "text"},
-    {"threads"},
+    {"devices", "threads"},
     {"dist"},
     {"memory", "nav", "rl"},
     {"codecs"},

@@ -1,4 +1,4 @@
-"""The style ratchet: no package gets denser, or harder to read, than it has been."""
+"""The style ratchet: no package gets denser, or harder to read, than it has been; pages stay plain."""
 
 import json
 
@@ -15,3 +15,7 @@ def test_no_package_is_denser_or_more_stilted_than_its_best_value_so_far():
             if style.is_worse(name, values[name], limit):
                 worse.append(f"{package}: {name} is {values[name]:g}, was {limit:g}")
     assert not worse, "\n".join(["make the code plainer where it got denser:", *worse])
+
+
+def test_pages_and_examples_have_no_stilted_phrases():
+    assert style.find_stilted() == {}

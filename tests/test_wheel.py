@@ -82,7 +82,7 @@ def test_it_tells_its_version(run):
 
 def test_the_settings_of_training_are_in_it(run):
     pytest.importorskip("hydra")
-    shown = run("-m", "slipstream", "train", "--cfg", "preset=quick")
+    shown = run("-m", "slipstream", "train", "--cfg", "job", "preset=quick")
     assert shown.returncode == 0, shown.stderr
     assert "num_envs: 512" in shown.stdout
 

@@ -29,13 +29,14 @@ from .collect.pipelined import PipelinedDataCollector as PipelinedDataCollector
 from .collect.ray import RayDataCollector as RayDataCollector
 from .collect.serial import SerialCollector as SerialCollector
 from .datasets.buffer import MultimodalReplayBuffer as MultimodalReplayBuffer
+from .datasets.describe import describe as describe
 from .datasets.description import Fields as Fields
 from .datasets.ingest import ingest as ingest
-from .datasets.repack import repack as repack
+from .datasets.prepare import prepare_frame as prepare_frame
 from .datasets.sampler import AsyncSampler as AsyncSampler
-from .datasets.schema import describe as describe
 from .datasets.sequences import SequenceDataset as SequenceDataset
-from .datasets.sequences import SequenceStream as SequenceStream
+from .datasets.stream import SequenceStream as SequenceStream
+from .datasets.transitions import TransitionDataset as TransitionDataset
 from .errors import BackgroundError as BackgroundError
 from .errors import CodecError as CodecError
 from .errors import ConfigurationError as ConfigurationError

@@ -33,7 +33,7 @@ STAMP = ("collector", "policy_version")
 
 def is_tensordict(batch: Batch) -> bool:
     """Return whether `batch` is a TensorDict of any kind, without importing tensordict."""
-    # A batch can be a TensorDict only if somebody has imported the package already.
+    # A batch can be a TensorDict only if something has imported the package already.
     tensordict = sys.modules.get("tensordict")
     return tensordict is not None and isinstance(batch, tensordict.TensorDictBase)
 

@@ -159,7 +159,7 @@ def _runs_from_checkout() -> bool:
         project = tomllib.loads(project_file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return False
-    # A package that was copied into somebody else's src/ finds their pyproject.toml.
+    # A package that was copied into the src/ of another project finds their pyproject.toml.
     name = project.get("project", {}).get("name")
     return bool(name == DISTRIBUTION)
 

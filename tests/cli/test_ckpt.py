@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream import CheckpointManager, load_checkpoint, write_container
+from slipstream import AsyncCheckpointSaver, CheckpointManager, load_checkpoint, write_container
 from slipstream.checkpoint.native import encode_metadata, write_native
 from slipstream.text import install_hint
 
@@ -161,6 +161,33 @@ def test_inspect_of_a_folder_lists_its_checkpoints_and_the_files_that_cannot_be_
     document = ckpt.json("inspect", run)
     assert [checkpoint["step"] for checkpoint in document["checkpoints"]] == [100, 200, 400]
     assert [problem["file"] for problem in document["unreadable"]] == [str(step_file(run, 300))]
+
+
+def test_a_run_is_inspected_and_verified_like_its_folder_of_checkpoints(ckpt, run, tmp_path):
+    (tmp_path / "trained").mkdir()
+    run.rename(tmp_path / "trained/checkpoints")
+    shown = ckpt("inspect", tmp_path / "trained")
+    assert shown.code == 0, shown.err
+    assert shown.out.splitlines()[-1].startswith(f"{tmp_path / 'trained/checkpoints'}: 4 checkpoints, ")
+    assert ckpt("verify", tmp_path / "trained").out.count(": sound, all ") == 4
+
+
+def test_metrics_of_a_run_are_listed_by_their_last_name_and_without_settings(ckpt, tmp_path):
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, state(1), {"train/stats.reach_goal": 0.8271, "config": {"seed": 1}}).wait()
+    assert "reach_goal 0.8271\n" in ckpt("inspect", tmp_path / "run").out.replace(" \n", "\n")
+
+
+def test_a_compressed_file_is_found_by_the_name_that_it_was_saved_under(ckpt, tmp_path):
+    with AsyncCheckpointSaver() as saver:
+        saver.save_async(tensors(), tmp_path / "900.pt")
+    shown = ckpt("inspect", tmp_path / "900.pt")
+    assert shown.code == 0, shown.err
+    assert f"{tmp_path / '900.pt.lz4'}: lz4 checkpoint" in shown.out
+    assert ckpt("verify", tmp_path / "900.pt").code == 0
+    missing = ckpt("inspect", tmp_path / "800.pt")
+    assert one_line(missing)
+    assert "800.pt: No such file" in missing.err
 
 
 def test_tables_fit_into_80_columns(ckpt, run):

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import Server, serve
 from tests.datasets.conftest import write_a, write_robomimic
 
-COMMANDS = ["inspect", "repack", "ingest"]
+COMMANDS = ["inspect", "ingest"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_inspect_shows_what_a_file_holds_as_a_table(data, file):
     assert line.split() == [
         "left", "observations/left_image", "uint8", "31x20x24x3", "chunks", "16x20x24x3", "gzip", "chunks",
     ]  # fmt: skip
-    assert "note: reading a frame of the camera left decodes 16 times its size; `slipstream data repack`" in result.out
+    assert "note: reading a frame of the camera left decodes 16 times its size; `slipstream data ingest`" in result.out
 
 
 def test_inspect_prints_json(data, file):
@@ -72,17 +72,6 @@ def test_inspect_takes_names_for_what_is_not_recognised(data, tmp_path):
     assert "expected a name and a path" in data("inspect", path, "--camera", "eye").err
 
 
-def test_repack_then_inspect_has_nothing_to_say_against_it(data, file, tmp_path):
-    result = data("repack", file, tmp_path / "b.hdf5", "--compression", "zstd")
-    assert (result.code, result.err) == (0, "")
-    assert "93 frames" in result.out
-    assert data.json("inspect", tmp_path / "b.hdf5")["notes"] == []
-    again = data("repack", file, tmp_path / "b.hdf5")
-    assert (again.code, again.out) == (2, "")
-    assert "is there already" in again.err
-    assert data("repack", file, tmp_path / "b.hdf5", "--overwrite").code == 0
-
-
 def test_ingest_makes_a_cache_that_inspect_shows(data, file):
     result = data("ingest", file, "--image-size", 16)
     assert result.code == 0
@@ -91,7 +80,23 @@ def test_ingest_makes_a_cache_that_inspect_shows(data, file):
     assert "cache: a.hdf5.16px.frames, 93 frames, fresh" in data("inspect", file).out
     with h5py.File(file, "a") as root:
         root["rewards"][0] = 5
+    assert "93 frames, to be compared with the file when it is loaded" in data("inspect", file).out
+    with h5py.File(file, "a") as root:
+        root["note"] = np.zeros(1000)
     assert "93 frames, stale" in data("inspect", file).out
+    assert "93 of 93 frames are new" in data("ingest", file, "--image-size", 16).out
+
+
+def test_ingest_adds_cameras_and_verifies(data, file):
+    assert "31 of 31 frames" in data("ingest", file, "--image-size", 16, "--camera", "left=observations/left_image").out
+    assert "62 of 93 frames are new" in data("ingest", file, "--image-size", 16).out
+    assert "was fresh already" in data("ingest", file, "--image-size", 16, "--verify").out
+    cache = file.with_name("a.hdf5.16px.frames")
+    content = bytearray(cache.read_bytes())
+    content[4100] ^= 1
+    cache.write_bytes(content)
+    assert "was fresh already" in data("ingest", file, "--image-size", 16).out
+    assert "93 of 93 frames are new" in data("ingest", file, "--image-size", 16, "--verify").out
 
 
 def test_ingest_takes_several_files_and_folders_and_another_place(data, tmp_path):
@@ -119,7 +124,7 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing_behind(data, file, tmp_pat
         file.unlink()
         file.mkdir()
     before = sorted(tmp_path.iterdir())
-    result = data(command, file, *([tmp_path / "out.hdf5"] if command == "repack" else []))
+    result = data(command, file)
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("slipstream: ")
     assert result.err.count("\n") == 1

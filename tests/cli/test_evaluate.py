@@ -1,16 +1,23 @@
 """``slipstream eval``: what flies, where, what is written, and what is refused."""
 
+import io
 import json
 import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from slipstream import NavRLPolicy, load_checkpoint
+from slipstream.cli.evaluation_output import comparison_table, results_table, robustness_table
+from slipstream.train.evaluation.pilots import Sensors
+from slipstream.train.evaluation.statistics import Interval
 from tests.train.conftest import SMALL
 
 FEW = ("--episodes", 8, "--maps", 4)
@@ -173,9 +180,32 @@ def test_the_table_has_a_row_for_each_scenario_and_says_what_intervals_mean(run,
     shown = slipstream("eval", run / "checkpoints/checkpoint_iter_3.slip", "--episodes", 4, "--maps", 1, *options)
     assert "Through, training map" in shown.out
     assert "Through, unseen maps, nothing moving" in shown.out
-    assert "inside field" in shown.out
+    rows = [line.split()[:2] for line in shown.out.splitlines()]
+    assert ["static", "4"] in rows
+    assert ["training", "4"] in rows
     assert "one map does not show how maps differ" in shown.out
     assert f"written to {tmp_path / 'evaluation.json'}" in shown.out
+
+
+@pytest.mark.parametrize("share", [0.0, 0.8271, 0.998, 1.0])
+def test_the_tables_fit_into_80_columns(share):
+    rate = Interval(share, max(share - 0.0391, 0.0), min(share + 0.0391, 1.0))
+    rates = dict.fromkeys(RATES, rate)
+    means = {"inside_share": rate, "time_to_goal_s": Interval(123.4, 100.0, 200.0), "path_length_m": None}
+    scenario = SimpleNamespace(name="training", map_seeds=(1, 2))
+    faults = Sensors(lidar_noise_m=0.05, dropout=0.3, latency_s=0.2)
+    results: list[Any] = []
+    for candidate in ("policy", "policy_shield"):
+        flown = SimpleNamespace(candidate=candidate, sensors=faults, title="Through")
+        results.append(SimpleNamespace(scenario=scenario, flown=flown, episodes=65_536, rates=rates, means=means))
+    pair: Any = SimpleNamespace(first=results[0], second=results[1])
+    for table in (results_table(results), robustness_table(results), comparison_table([pair])):
+        written = io.StringIO()
+        Console(width=80, file=written).print(table)
+        printed = written.getvalue()
+        assert max(map(len, printed.splitlines())) <= 80
+        assert "\N{HORIZONTAL ELLIPSIS}" not in printed
+        assert f"{100 * share:.1f}".removesuffix(".0") in printed
 
 
 def test_the_planner_flies_without_a_checkpoint_or_in_the_world_of_a_run(run, slipstream, tmp_path):
@@ -208,8 +238,9 @@ def test_a_policy_can_be_compared_with_the_planner(run, slipstream):
 def test_the_robustness_table_has_a_row_for_each_fault_with_and_without_shield(run, slipstream, tmp_path):
     shown = slipstream("eval", run, "--robustness", "--episodes", 2, "--maps", 2, "--output", tmp_path)
     assert shown.code == 0, shown.err
-    for words in ("success: policy", "success: policy with shield", "perfect", "30 % of returns missing"):
+    for words in ("policy with shield", "perfect", "30 % of returns missing"):
         assert words in shown.out
+    assert max(map(len, shown.out.split("\nthrough: ")[0].splitlines())) <= 80
     document = json.loads((tmp_path / "evaluation_robustness.json").read_text())
     assert len(document["results"]) == 16
     assert {one["candidate"] for one in document["results"]} == {"policy", "policy_shield"}

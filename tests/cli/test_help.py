@@ -17,7 +17,6 @@ WITHOUT_JSON = {
     ("checkpoint", "convert"): "writes the file named on the command line and prints one sentence",
     ("ckpt", "convert"): "writes the file named on the command line and prints one sentence",
     ("rollout", "export"): "writes the file named on the command line and prints one sentence",
-    ("data", "repack"): "writes the file named on the command line and prints one sentence",
     ("data", "ingest"): "writes files named after the files it is given",
 }
 
@@ -27,7 +26,6 @@ WRONG = [
     (["train", "--bogus"], "--bogus"),
     (["ckpt", "prune", "."], "'--keep-last'"),
     (["ckpt", "prune", ".", "--keep-last", "0"], "'--keep-last'"),
-    (["data", "repack", "a", "b", "--compression", "best"], "'none', 'lz4', 'zstd', 'gzip'"),
     (["verify"], "Missing argument"),
 ]
 

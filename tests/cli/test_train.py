@@ -2,15 +2,21 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from slipstream import NavRLPolicy
-from tests.train.conftest import SMALL
+from slipstream.cli.training_output import describe_outcome, describe_start
+from slipstream.train.settings import compose_settings
+from tests.train.conftest import SMALL, small
 
 
 @pytest.fixture(scope="module")
@@ -25,18 +31,22 @@ def run(slipstream, tmp_path_factory):
 
 def test_a_training_ends_with_an_evaluation_a_report_and_what_came_of_it(run):
     out = (run.parent / "out.txt").read_text()
-    assert "denormal numbers flushed to zero" in out
+    assert f"starting {run}: 6 iterations of 128 frames, on cpu\n" in out
+    # A newcomer does not know what these are.
+    assert "denormal" not in out
     for words in (
         "success ",
         "success with shield ",
         "success of planner ",
         "static collision ",
+        "dynamic collision ",
         "out of bounds ",
+        "timeout ",
         "frames/s",
         "of stall each",
     ):
         assert words in out
-    assert f"report             {run / 'report.html'}" in out
+    assert f"report                 {run / 'report.html'}" in out
     assert (run / "report.html").stat().st_size > 100_000
     assert {path.name for path in (run / "eval").glob("final*")} >= {
         "final.json",
@@ -51,7 +61,7 @@ def test_a_run_that_is_complete_says_so_and_goes_on_if_asked_to(run, slipstream,
     copy = shutil.copytree(run, tmp_path / "first", symlinks=True)
     again = slipstream("train", f"resume={copy}", "--no-evaluate")
     assert again.code == 0
-    assert f"resuming {copy} from iteration 6" in again.out
+    assert f"{copy} was already finished after iteration 6; nothing was trained.\n" in again.out
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 6
     more = slipstream("train", f"resume={copy}", f"max_frame_num={16 * 8 * 7}", "--no-evaluate", "--json")
     assert json.loads(more.out) == {"run": str(copy), "stopped": None, "iterations": 7, "env_frames": 16 * 8 * 7}
@@ -67,7 +77,8 @@ def test_a_complete_run_is_not_flown_again_and_claims_no_savings(run, slipstream
     again = slipstream("train", f"resume={copy}")
     assert again.code == 0, again.err
     assert "nothing is trained" in " ".join(again.out.split())
-    assert "this policy was evaluated before" in " ".join(again.out.split())
+    assert "was already finished after iteration 6" in again.out
+    assert f"(slipstream eval {copy} evaluates again)" in again.out
     assert "flying: " not in again.out
     assert "success with shield" in again.out
     assert "times smaller" not in again.out
@@ -82,18 +93,57 @@ def test_a_complete_run_is_not_flown_again_and_claims_no_savings(run, slipstream
     assert fewer["evaluation"][0]["episodes"] == 4
 
 
-def test_settings_can_be_looked_at_without_training(slipstream, tmp_path):
-    shown = slipstream("train", "preset=quick", f"run_dir={tmp_path}", "env.num_envs=72", "--cfg")
+def test_settings_are_printed_as_hydra_prints_them_without_training(run, slipstream, tmp_path):
+    shown = slipstream("train", "--cfg", "job", "preset=quick", f"run_dir={tmp_path}", "env.num_envs=72")
     assert "num_envs: 72" in shown.out
     assert "dynamics: lag" in shown.out
     assert not list(tmp_path.iterdir())
+    # A name that is taken is no obstacle: nothing is written.
+    again = slipstream("train", "preset=quick", f"run_dir={run.parent}", "name=first", "-c", "job")
+    assert OmegaConf.create(again.out)["name"] == "first"
+    resumed = slipstream("train", f"resume={run}", "--cfg", "job")
+    assert OmegaConf.create(resumed.out)["env"]["num_envs"] == 16
+
+
+def test_the_outcomes_of_a_summary_sum_to_all_flights_and_are_rounded_as_in_the_report():
+    rates = {"success": 0.8271, "static_collision": 0.1, "dynamic_collision": 0.05, "out_of_bounds": 0.0154}
+    result: dict[str, Any] = {name: {"mean": mean, "low": mean / 2, "high": mean} for name, mean in rates.items()}
+    result["timeout"] = {"mean": 0.0075, "low": 0.0, "high": 0.02}
+    result |= {"candidate": "policy", "map_seeds": [1, 2], "episodes": 400}
+    result |= {"num_static_obstacles": 350, "num_dynamic_obstacles": 80}
+    outcome = {"stopped": None, "run": "runs/a", "iterations": 6, "env_frames": 1000, "evaluation": [result]}
+    outcome |= {"frames_per_s": None, "checkpoints_saved": 0, "rollout_ratio": None, "report": "runs/a/report.html"}
+    lines = describe_outcome(outcome, small(), was_complete=False)
+    assert lines[0] == "400 flights on 2 maps that it has never seen, with 350 static and 80 moving obstacles:"
+    assert lines[1] == "  success              82.7 % (95 % interval: 41.4 to 82.7 %)"
+    shares = [float(line[23:].partition(" %")[0]) for line in lines[1:6]]
+    assert sum(shares) == pytest.approx(100, abs=0.1)
+    assert max(map(len, lines[1:])) <= 80
+
+
+def test_a_training_of_days_is_announced_with_a_preset_that_takes_minutes():
+    lines = describe_start(compose_settings(["device=cpu"]), Path("runs/a"), 0)
+    assert lines[0] == "starting runs/a: 36,622 iterations of 32,768 frames, on cpu"
+    assert re.search(r"takes about \d+ (hours|days?)\. preset=quick learns", lines[1])
+    assert lines[2].strip() == "slipstream train preset=quick"
+    # A run that is nearly finished takes no days, and one that is finished no time.
+    assert len(describe_start(compose_settings(["device=cpu"]), Path("runs/a"), 36_620)) == 1
+    assert not describe_start(compose_settings(["device=cpu"]), Path("runs/a"), 36_622)
+    assert len(describe_start(compose_settings(["preset=quick"]), Path("runs/a"), 0)) == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["env.num_env=4"], "there is no setting 'env.num_env'; did you mean env.num_envs"),
-        (["resume=nowhere"], "nowhere is not a folder, expected the folder of a run"),
+        (["resume=nowhere"], "resume=nowhere: there is no such run, expected a folder nowhere or "),
+        (["seed=1,2"], "'seed=1,2' is a sweep, which is not supported"),
+        (["--multirun", "seed=1,2"], "--multirun is not supported: start slipstream train once"),
+        (["-m", "seed=1"], "--multirun is not supported"),
+        (["--config-dir", "conf"], "another configuration (conf) is not supported"),
+        (["-cd", "conf"], "another configuration (conf) is not supported"),
+        (["--config-name=mine"], "another configuration (mine) is not supported"),
+        (["--cfg", "all"], "--cfg is 'all', expected job"),
         (["env.num_envs=1000000000"], "GB of memory are free"),
         (["preset=quick", "env.num_obstacles=100000"], "expected at most 5000 boxes"),
         (["device=cuda:99"], "device 'cuda:99' is not available"),
@@ -154,7 +204,7 @@ def test_a_run_is_resumed_by_the_link_to_the_last_one(run, slipstream, tmp_path)
     for _ in range(2):
         again = slipstream("train", f"resume={tmp_path / 'last'}", "--no-evaluate")
         assert again.code == 0, again.err
-        assert f"resuming {copy} from iteration 6" in again.out
+        assert f"{copy} was already finished" in again.out
         assert (tmp_path / "last").resolve() == copy
 
 

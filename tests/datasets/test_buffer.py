@@ -19,7 +19,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from slipstream import ConfigurationError, DatasetError, MissingEntryError, MultimodalReplayBuffer, NonFiniteError
+from slipstream import (
+    AsyncSampler,
+    ConfigurationError,
+    DatasetError,
+    MissingEntryError,
+    MultimodalReplayBuffer,
+    NonFiniteError,
+)
 from tests.datasets.conftest import (
     CAMERAS,
     actions,
@@ -61,15 +68,24 @@ def test_a_batch_has_images_channels_first_and_everything_in_its_order(file_a):
         assert reward[number, 0] == pytest.approx(step / 10)
 
 
-def test_a_transition_never_crosses_the_end_of_an_episode(file_a):
-    """Steps 9 and 19 are terminal, and what follows them in the file belongs to the next episode."""
+def test_a_terminal_step_is_not_done_and_followed_by_the_recorded_row(file_a):
+    """Steps 9 and 19 are terminal: the next row belongs to the next episode, and not_done says that it is not used."""
     with buffer_of(file_a) as buffer:
         batch = everything(buffer)
     for step in range(30):
-        after = step if step in (9, 19) else step + 1
-        assert row_of(batch.next_left[step]) == row_of(batch.next_global[step]) == after
-        assert int(batch.next_joint[step, 0]) == after
+        assert row_of(batch.next_left[step]) == row_of(batch.next_global[step]) == step + 1
+        assert int(batch.next_joint[step, 0]) == step + 1
         assert float(batch.not_done[step]) == (step not in (9, 19))
+
+
+def test_a_terminal_step_without_any_row_after_it_repeats_the_last_one(tmp_path):
+    with buffer_of(write_a(tmp_path / "a.hdf5", ends=(9, 29), rows=30)) as buffer:
+        assert buffer.size == 30
+        batch = everything(buffer)
+    assert row_of(batch.next_left[29]) == row_of(batch.left[29]) == 29
+    assert torch.equal(batch.next_joint[29], batch.joint[29])
+    assert row_of(batch.next_left[9]) == 10
+    assert batch.not_done[[9, 29], 0].tolist() == [0, 0]
 
 
 def test_last_observations_of_episodes_are_used_where_they_were_recorded(tmp_path):
@@ -87,7 +103,7 @@ def test_the_last_step_of_an_episode_that_was_cut_off_is_no_transition_without_w
         assert buffer.size == 29
         batch = everything(buffer)
         assert int(batch.action[-1, 0]) == 28
-        assert row_of(batch.next_left[9]) == 9
+        assert row_of(batch.next_left[9]) == 10
         assert row_of(batch.next_left[28]) == 29
 
 
@@ -95,7 +111,7 @@ def test_robomimic_takes_what_follows_the_last_step_from_next_obs(tmp_path):
     path = write_robomimic(tmp_path / "r.hdf5", (4, 5))
     with MultimodalReplayBuffer(7, 9, image_size=16) as buffer:
         hand = "obs/robot0_eye_in_hand_image"
-        with pytest.raises(MissingEntryError, match=r"no camera left; those found are global \(obs/agentview_image\)"):
+        with pytest.raises(MissingEntryError, match=r"no cameras left, right; those found are global"):
             buffer.load_from_hdf5(path)
         buffer.load_from_hdf5(path, cameras={"left": hand, "right": hand, "global": "obs/agentview_image"})
         batch = everything(buffer)
@@ -137,28 +153,181 @@ def test_several_files_of_different_image_sizes_are_one_buffer(tmp_path):
         metadata = buffer.image_metadata["left"]
         assert metadata["stored_sizes"] == [(20, 24), (40, 32)]
         assert metadata["reading"] == ["chunks", "contiguous"]
-        buffer.load_from_hdf5(first, num_traj=1)
+        buffer.load_from_hdf5(first, num_episodes=1)
         assert buffer.size == 26
         assert [row_of(image) for image in everything(buffer).left][16:] == list(range(10))
+        assert buffer.image_metadata["hdf5_path"] == [str(first), str(second), str(first)]
+        assert buffer.image_metadata["indices"].tolist() == [*range(10), *range(6), *range(10)]
 
 
 def test_only_some_episodes_are_loaded_when_that_is_asked_for(file_a, caplog):
-    with MultimodalReplayBuffer(7, image_size=16) as buffer:
-        buffer.load_from_hdf5(file_a, num_traj=2)
+    with MultimodalReplayBuffer(7, image_size=16) as buffer, caplog.at_level(logging.WARNING):
+        buffer.load_from_hdf5(file_a, num_episodes=2)
         assert (buffer.size, buffer.num_episodes) == (20, 2)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("rows", [30, 31, 33])
+@pytest.mark.parametrize("count", [1, 9, 10, 13, 29])
+def test_num_traj_limits_transitions_and_a_cut_is_not_terminal(tmp_path, rows, count):
+    """Rows are those of files with no last observation, with that of the whole file, and with that of each episode."""
+    path = write_a(tmp_path / "a.hdf5", ends=(9, 19), rows=rows)
+    with buffer_of(path) as whole, MultimodalReplayBuffer(7, image_size=16) as buffer:
+        buffer.load_from_hdf5(path, num_traj=count)
+        assert buffer.size == len(buffer) == count
+        expected = whole.sample(count, np.arange(count))
+        for found, wanted in zip(everything(buffer), expected, strict=True):
+            assert torch.equal(found, wanted)
+        assert buffer.action_mean[0] == pytest.approx(np.arange(count).mean())
+
+
+def test_num_traj_cuts_where_next_observations_are_apart(tmp_path):
+    path = write_robomimic(tmp_path / "r.hdf5", (4, 5))
+    hand = "obs/robot0_eye_in_hand_image"
+    with MultimodalReplayBuffer(7, 9, image_size=16) as buffer:
+        cameras = {"left": hand, "right": hand, "global": "obs/agentview_image"}
+        buffer.load_from_hdf5(path, num_traj=6, cameras=cameras)
+        batch = everything(buffer)
+    assert [row_of(image) for image in batch.next_global] == [1, 2, 3, 4, 101, 102]
+    assert batch.next_joint[:, 0].tolist() == [1, 2, 3, 4, 101, 102]
+    assert batch.not_done[:, 0].tolist() == [1, 1, 1, 0, 1, 1]
+
+
+def test_a_longer_file_than_max_size_is_truncated_and_that_is_logged(file_a, caplog):
     with MultimodalReplayBuffer(7, max_size=25, image_size=16) as buffer, caplog.at_level(logging.WARNING):
+        buffer.load_from_hdf5(file_a, num_traj=5)
+        assert caplog.text == ""
         buffer.load_from_hdf5(file_a)
-        assert buffer.size == 20
-        assert "1 episodes were left out: no more than 25 transitions may be kept" in caplog.text
-    with MultimodalReplayBuffer(7, max_size=5) as buffer, pytest.raises(DatasetError, match="at most 5 transitions"):
+        assert buffer.size == 25
+        assert "a.hdf5: truncated to 20 transitions, because max_size is 25" in caplog.text
+        assert everything(buffer).action[:, 0].tolist() == [*range(5), *range(20)]
         buffer.load_from_hdf5(file_a)
+        assert buffer.size == 25
+        assert "a.hdf5: not loaded: the buffer has 25 transitions and max_size is 25" in caplog.text
+    with MultimodalReplayBuffer(7, max_size=30) as buffer:
+        caplog.clear()
+        buffer.load_from_hdf5(file_a)
+        assert (buffer.size, caplog.text) == (30, "")
+
+
+def test_the_documented_program_runs(tmp_path, monkeypatch, capsys):
+    """As it is written for the original class, but for the training loop."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("offline_dataset.hdf5", "data.hdf5"):
+        path = write_a(tmp_path / name, ends=(9,))
+        with h5py.File(path, "a") as file:
+            del file["actions"]
+            file["actions"] = actions(30, 4)
+
+    def model(*batch):
+        assert [value.shape[0] for value in batch] == [256] * 11
+        return batch[0].float().mean()
+
+    buffer = MultimodalReplayBuffer(action_dim=4, joint_dim=16)
+    assert (buffer.action_mean, buffer.action_std, buffer.joint_mean, buffer.joint_std) == (None,) * 4
+    buffer.load_from_hdf5("offline_dataset.hdf5")
+    batch = buffer.sample(batch_size=256)
+    loss = model(*batch)
+    assert loss > 0
+
+    buffer.load_from_hdf5("data.hdf5", num_traj=100000)
+    print(buffer.action_mean, buffer.action_std)  # noqa: T201 - part of the program
+    assert capsys.readouterr().out.startswith("[14.5")
+    sampler = AsyncSampler(buffer, batch_size=256, queue_size=4)
+    assert len(sampler.get_batch()) == 11
+    sampler.stop()
+    buffer.close()
+
+
+def test_the_path_may_be_named_and_where_images_are_is_known(file_a):
+    with MultimodalReplayBuffer(7) as buffer:
+        assert buffer.image_metadata == {}
+        buffer.load_from_hdf5(hdf5_path=str(file_a), num_traj=12)
+        assert buffer.image_metadata["hdf5_path"] == str(file_a)
+        assert buffer.image_metadata["indices"].tolist() == list(range(12))
+        assert buffer.image_metadata["left"]["datasets"] == ["observations/left_image"]
+
+
+def test_indices_count_all_episodes_of_a_file(tmp_path):
+    path = write_robomimic(tmp_path / "r.hdf5", (4, 5))
+    with MultimodalReplayBuffer(7, 9) as buffer:
+        buffer.load_from_hdf5(path, cameras=dict.fromkeys(CAMERAS, "obs/agentview_image"))
+        assert buffer.image_metadata["indices"].tolist() == list(range(9))
+
+
+def test_storage_has_the_numbers_of_all_transitions_and_is_read_only(file_a):
+    with MultimodalReplayBuffer(7, image_size=16) as buffer:
+        assert dict(buffer.storage) == {}
+        buffer.load_from_hdf5(file_a)
+        batch = everything(buffer)
+        assert list(buffer.storage) == ["joint", "action", "next_joint", "reward", "not_done"]
+        for name, values in buffer.storage.items():
+            np.testing.assert_array_equal(values, getattr(batch, name))
+            with pytest.raises(ValueError, match="read-only"):
+                values[0] = 1
+        with pytest.raises(TypeError):
+            buffer.storage["action"] = np.zeros(3)
+        with pytest.raises(KeyError):
+            buffer.storage["images"]
+
+
+def test_actions_and_joints_are_normalised_as_tensors_and_as_arrays(file_a):
+    with MultimodalReplayBuffer(7) as buffer:
+        with pytest.raises(DatasetError, match="action_mean and action_std are None: call load_from_hdf5 first"):
+            buffer.normalize_action(np.zeros(7))
+        buffer.load_from_hdf5(file_a)
+        values = buffer.storage["action"]
+        scaled = buffer.normalize_action(values)
+        assert isinstance(scaled, np.ndarray)
+        np.testing.assert_allclose(scaled[:, 0].std(), 1, rtol=1e-5)
+        np.testing.assert_allclose(buffer.unnormalize_action(scaled), values, atol=1e-5)
+        joint = torch.from_numpy(buffer.storage["joint"].copy())
+        assert isinstance(buffer.normalize_joint(joint), torch.Tensor)
+        torch.testing.assert_close(buffer.unnormalize_joint(buffer.normalize_joint(joint)), joint)
+
+
+def test_statistics_may_be_assigned_and_computed_again(file_a):
+    with buffer_of(file_a) as buffer:
+        mean = buffer.action_mean
+        buffer.action_mean = np.full(7, 2.0, np.float32)
+        buffer.action_std = np.full(7, 4.0, np.float32)
+        assert buffer.normalize_action(np.full(7, 10.0)).tolist() == [2.0] * 7
+        assert buffer.unnormalize_action(torch.zeros(7)).tolist() == [2.0] * 7
+        found = buffer.compute_statistics()
+        np.testing.assert_array_equal(buffer.action_mean, mean)
+        assert (found["action"].min[0], found["action"].max[0]) == (0, 29)
+
+
+def test_a_split_shares_no_episode_and_normalises_with_the_training_part(tmp_path):
+    path = write_a(tmp_path / "a.hdf5", ends=tuple(range(4, 50, 5)), steps=50)
+    with buffer_of(path) as buffer:
+        train, held = buffer.split(0.2)
+        assert (train.num_episodes, held.num_episodes) == (8, 2)
+        assert (train.size, held.size) == (40, 10)
+        steps = [set(part.storage["action"][:, 0].astype(int) // 5) for part in (train, held)]
+        assert steps[0] | steps[1] == set(range(10))
+        assert not steps[0] & steps[1]
+        values = train.storage["action"]
+        np.testing.assert_allclose(train.action_mean, values.mean(0), rtol=1e-5)
+        np.testing.assert_array_equal(held.action_mean, train.action_mean)
+        batch = held.sample(20)
+        assert set(batch.action[:, 0].int().tolist()) <= set(held.storage["action"][:, 0].astype(int))
+        assert [row_of(image) for image in batch.left] == batch.action[:, 0].int().tolist()
+        assert buffer.size == 50
+        with pytest.raises(ConfigurationError, match=r"fraction of 1.5 of 10 episodes"):
+            buffer.split(1.5)
+
+
+def test_a_part_of_a_buffer_outlives_it(file_a):
+    train, held = buffer_of(file_a).split(0.4)
+    gc.collect()
+    assert train.sample(4).left.shape[0] == held.sample(4).left.shape[0] == 4
 
 
 def test_statistics_are_those_of_all_that_is_loaded(tmp_path):
     paths = [write_a(tmp_path / "1.hdf5", 10), write_a(tmp_path / "2.hdf5", 25)]
     with MultimodalReplayBuffer(7) as buffer:
-        with pytest.raises(DatasetError, match="nothing is loaded yet"):
-            _ = buffer.action_mean
+        assert buffer.action_mean is None
         for path in paths:
             buffer.load_from_hdf5(path)
         values = np.concatenate([actions(10), actions(25)])
@@ -179,10 +348,14 @@ def test_the_same_seed_draws_the_same_batches(file_a):
         assert not torch.equal(batches[0].action, batches[2].action)
 
 
-def test_floats_are_between_zero_and_one(file_a):
-    whole, parts = buffer_of(file_a), buffer_of(file_a, image_dtype=torch.float32)
-    for image, scaled in zip(whole.sample(4)[:3], parts.sample(4)[:3], strict=True):
-        torch.testing.assert_close(scaled, image.float() / 255)
+@pytest.mark.parametrize("scale", [None, 1, 255])
+def test_floats_have_the_scale_that_was_asked_for(file_a, scale):
+    whole = buffer_of(file_a)
+    floats = buffer_of(file_a, image_dtype=torch.float32, image_scale=scale)
+    assert (whole.image_dtype, whole.image_scale) == (torch.uint8, 255)
+    assert (floats.image_dtype, floats.image_scale) == (torch.float32, scale or 1)
+    for image, scaled in zip(whole.sample(4)[:3], floats.sample(4)[:3], strict=True):
+        torch.testing.assert_close(scaled, image.float() * floats.image_scale / 255)
 
 
 def test_a_batch_stays_as_it_is_while_someone_has_it_and_its_memory_is_used_again_after(file_a):
@@ -227,6 +400,10 @@ def test_sampling_before_loading_is_an_error():
         ({"action_dim": 7, "image_size": 2.5}, "image_size is 2.5"),
         ({"action_dim": 7, "max_size": True}, "max_size is True"),
         ({"action_dim": 7, "image_dtype": torch.int32}, "image_dtype is torch.int32"),
+        ({"action_dim": 7, "image_scale": 1}, "image_scale is 1, expected 255 for image_dtype=torch.uint8"),
+        ({"action_dim": 7, "image_dtype": torch.float32, "image_scale": 2}, "image_scale is 2, expected 1 or 255"),
+        ({"action_dim": 7, "image_dtype": torch.float32, "image_scale": True}, "image_scale is True"),
+        ({"action_dim": 7, "max_size": 0}, "max_size is 0"),
         ({"action_dim": 7, "seed": -1}, "seed is -1"),
     ],
 )
@@ -243,16 +420,16 @@ def test_a_file_without_joints_or_without_transitions_is_refused_with_what_to_do
     buffer = MultimodalReplayBuffer(7, image_size=16)
     buffer.load_from_hdf5(file_a, joint="observations/servo")
     assert buffer.size == 30
-    with MultimodalReplayBuffer(14, 14) as buffer, pytest.raises(DatasetError, match="holds no transition"):
+    with MultimodalReplayBuffer(14, 14) as buffer, pytest.raises(DatasetError, match="has no transition"):
         buffer.load_from_hdf5(write_aloha(tmp_path / "one.hdf5", 1))
 
 
 def test_widths_other_than_those_of_the_buffer_are_refused_and_nothing_is_added(file_a):
     buffer = MultimodalReplayBuffer(6)
-    with pytest.raises(DatasetError, match="its action has 7 values, the buffer was made for action_dim=6"):
+    with pytest.raises(DatasetError, match="its action has 7 values, the buffer was created with action_dim=6"):
         buffer.load_from_hdf5(file_a)
     buffer = MultimodalReplayBuffer(7, 14)
-    with pytest.raises(DatasetError, match="its joint has 16 values, the buffer was made for joint_dim=14"):
+    with pytest.raises(DatasetError, match="its joint has 16 values, the buffer was created with joint_dim=14"):
         buffer.load_from_hdf5(file_a)
     assert buffer.size == 0
 
@@ -280,13 +457,13 @@ def test_a_file_that_changed_or_went_after_loading_is_an_error(file_a, tmp_path)
         buffer.sample(4)
 
 
-def test_a_camera_that_only_hdf5_can_read_is_read_with_a_warning_that_says_how_to_repack(tmp_path, caplog):
+def test_a_camera_that_only_hdf5_can_read_is_read_with_a_warning_that_says_what_to_do(tmp_path, caplog):
     path = write_minari(tmp_path / "m.hdf5", jpeg=True)
     with MultimodalReplayBuffer(3, 5, image_size=16) as buffer, caplog.at_level(logging.WARNING):
         buffer.load_from_hdf5(path, cameras=dict.fromkeys(CAMERAS, "observations/image"))
         batch = everything(buffer)
-    assert "can be read by HDF5 only, one frame at a time (its rows have lengths of their own)" in caplog.text
-    assert "`slipstream data repack`" in caplog.text
+    assert "can be read by HDF5 only, one frame at a time (its rows have different lengths)" in caplog.text
+    assert "`slipstream data ingest`" in caplog.text
     red = batch.left[:, 0].float().mean((1, 2))
     assert red.tolist() == pytest.approx([0, 1, 2, 100, 101, 102, 103, 200, 201, 202, 203, 204], abs=4)  # JPEG is lossy
 
@@ -423,7 +600,7 @@ def test_a_process_is_not_forked_while_frames_are_decoded():
 
 DECODING = """
     import os, sys, threading
-    from slipstream.datasets.handles import decode_each
+    from slipstream.datasets.files import decode_each
 
     begun, forking, ended = threading.Event(), threading.Event(), threading.Event()
 

@@ -109,6 +109,23 @@ def test_after_stop_there_are_no_batches_and_no_thread():
         sampler.get_batch()
 
 
+def test_it_says_whether_it_is_running_and_what_it_draws_from():
+    numbers = Numbers(fail_at=2)
+    with AsyncSampler(numbers, 1) as sampler:
+        assert sampler.buffer is numbers
+        numbers.wait_for(2)
+        assert sampler.get_batch() == 1
+        with pytest.raises(OSError, match="the disk is on fire"):
+            sampler.get_batch()
+        assert not sampler.running
+    endless = AsyncSampler(Numbers(), 1)
+    assert endless.running
+    endless.get_batch()
+    assert endless.running
+    endless.stop()
+    assert not endless.running
+
+
 def test_stop_waits_for_the_batch_in_progress_and_a_waiting_consumer_does_not():
     buffer = Blocked()
     sampler = AsyncSampler(buffer, 1)
@@ -173,7 +190,7 @@ def test_a_forked_child_gets_an_error_instead_of_waiting_forever():
             try:
                 sampler.get_batch()
             except DatasetError as error:
-                code = 0 if "belongs to the parent process" in str(error) else 2
+                code = 0 if "belongs to the parent process" in str(error) and not sampler.running else 2
             finally:
                 sampler.stop()
                 os._exit(code)

@@ -1,4 +1,4 @@
-"""Windows of episodes, one by one and streamed."""
+"""Windows of episodes: by horizon, split, loaded by a DataLoader."""
 
 import multiprocessing
 import pickle
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from slipstream import ConfigurationError, DatasetError, Fields, SequenceDataset, SequenceStream
+from slipstream import ConfigurationError, DatasetError, Fields, SequenceDataset
 from tests.datasets.conftest import row_of, write_a, write_minari, write_robomimic
 
 
@@ -122,10 +122,6 @@ def test_it_reads_the_same_after_pickling(robomimic):
     assert [row_of(image) for image in twin[5]["images"]["global"]] == [101, 102]
 
 
-def sums(batches) -> list[list[int]]:
-    return [[*batch["action"][:, 0, 0].int().tolist()] for batch in batches]
-
-
 @pytest.mark.parametrize("method", [None, "fork"])
 def test_a_data_loader_gives_every_window_once(robomimic, method):
     with SequenceDataset(robomimic, 2, image_size=16) as data:
@@ -150,36 +146,6 @@ def test_an_ordinary_data_loader_collates_windows(robomimic):
     assert batch["action"][:, 0, 0].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_gives_every_window_once_an_epoch_and_each_epoch_another_order(robomimic, workers):
-    with SequenceDataset(robomimic, 2, cameras=["global"], image_size=16) as data:
-        stream = SequenceStream(data, 4, seed=3)
-        epochs = []
-        for epoch in range(2):
-            stream.set_epoch(epoch)
-            context = multiprocessing.get_context("fork") if workers else None
-            loader = DataLoader(stream, batch_size=None, num_workers=workers, multiprocessing_context=context)
-            epochs.append(sums(loader))
-        flat = [[row for batch in epoch for row in batch] for epoch in epochs]
-        assert sorted(flat[0]) == sorted(flat[1])
-        assert len(set(flat[0])) == 15
-        assert flat[0] != flat[1]
-        stream.set_epoch(0)
-        context = multiprocessing.get_context("fork") if workers else None
-        again = DataLoader(stream, batch_size=None, num_workers=workers, multiprocessing_context=context)
-        assert sums(again) == epochs[0]
-
-
-def test_machines_share_a_stream(robomimic):
-    with SequenceDataset(robomimic, cameras=[]) as data:
-        parts = [SequenceStream(data, 4, rank=rank, world_size=2) for rank in (0, 1)]
-        rows = [row for part in parts for batch in sums(part) for row in batch]
-        assert len(rows) == len(set(rows)) == 15
-        assert [len(batch) for batch in sums(SequenceStream(data, 4, drop_last=True))] == [4, 4, 4]
-        with pytest.raises(ConfigurationError, match="rank is 2"):
-            SequenceStream(data, 4, rank=2, world_size=2)
-
-
 def test_minari_windows_leave_the_last_observation_out(tmp_path):
     with SequenceDataset(write_minari(tmp_path / "m.hdf5"), 4, image_size=16) as data:
         assert len(data) == 12
@@ -192,19 +158,6 @@ def test_fields_name_what_is_not_recognised(tmp_path):
     with SequenceDataset(path, fields=fields, cameras=[]) as data:
         assert data[3]["joint"].shape == (1, 2)
         assert float(data[3]["reward"]) == 1
-
-
-def test_workers_that_persist_are_told_of_the_epoch(robomimic):
-    with SequenceDataset(robomimic, cameras=[]) as data:
-        stream = SequenceStream(data, 4, seed=3)
-        context = multiprocessing.get_context("fork")
-        loader = DataLoader(
-            stream, batch_size=None, num_workers=2, multiprocessing_context=context, persistent_workers=True
-        )
-        first, second = sums(loader), sums(loader)
-        stream.set_epoch(0)
-        assert sums(loader) == first
-        assert sums(loader) == second != first
 
 
 def test_a_number_may_be_a_tensor(robomimic):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 import pytest
 import typer
@@ -21,6 +22,7 @@ from slipstream.cli import app
 from slipstream.codecs import CODECS, Raw, codec_from_header
 from slipstream.errors import CodecError, SlipstreamError
 from slipstream.train.settings import compose_settings
+from tests.datasets.conftest import write_a, write_aloha, write_d4rl, write_minari, write_robomimic
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -201,6 +203,30 @@ def test_the_page_about_the_shield_runs(tmp_path, monkeypatch):
     names = run_page(ROOT / "docs" / "guides" / "shield.md", tmp_path, monkeypatch)
     assert names["outcome"].observation.state.shape == (8, 8)
     assert not names["terminated"].any()
+
+
+def test_the_guide_about_recorded_datasets_runs(tmp_path, monkeypatch):
+    write_a(tmp_path / "demos.hdf5", ends=(9, 19))
+    write_robomimic(tmp_path / "image.hdf5", (20, 30, 25))
+    with h5py.File(write_robomimic(tmp_path / "low_dim.hdf5"), "a") as file:
+        for demo in file["data"].values():
+            for name in ("agentview_image", "robot0_eye_in_hand_image"):
+                del demo["obs"][name], demo["next_obs"][name]
+    (tmp_path / "aloha").mkdir()
+    for number in range(3):
+        write_aloha(tmp_path / "aloha" / f"episode_{number}.hdf5", jpeg=True)
+    (tmp_path / "minari" / "data").mkdir(parents=True)
+    write_minari(tmp_path / "minari" / "data" / "main_data.hdf5")
+    write_d4rl(tmp_path / "hopper.hdf5", steps=120)
+    names = run_page(ROOT / "docs" / "guides" / "offline-datasets.md", tmp_path, monkeypatch)
+    assert len(names["observation"]) == 100
+    assert names["left"].shape == (64, 3, 224, 224)
+
+
+def test_the_page_about_windows_runs(tmp_path, monkeypatch):
+    names = run_page(ROOT / "docs" / "guides" / "windows.md", tmp_path, monkeypatch)
+    assert len(names["data"]) == sum(range(30, 42))
+    assert names["live"].shape == (1, 256)
 
 
 def test_the_page_about_plans_runs_and_prints_what_it_says(tmp_path, monkeypatch):

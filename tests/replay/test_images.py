@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -10,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from slipstream import (
     CodecError,
     ConfigurationError,
+    FormatVersionError,
     ReplayError,
     compress_image,
     compress_image_seq,
@@ -29,7 +31,7 @@ dtypes = st.sampled_from(["u1", "?", "i1", "<u2", ">u2", "<i4", "<f2", "<f4", "<
 
 @settings(max_examples=60, deadline=None)
 @given(
-    dtypes.flatmap(lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=9)))
+    dtypes.flatmap(lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=0, max_dims=4, min_side=1, max_side=9)))
 )
 def test_every_image_comes_back_bit_for_bit(image):
     back = decompress_image(compress_image(image))
@@ -101,6 +103,11 @@ def test_what_is_no_image_is_refused():
         compress_image(smooth(), jpeg=101)
     with pytest.raises(CodecError, match="image 1 is"):
         decompress_image_seq([compress_image(smooth()), compress_image(smooth((8, 8, 3)))])
+    for threads in (0, 1.5):
+        with pytest.raises(ConfigurationError, match=f"threads is {threads}"):
+            compress_image_seq([smooth()], threads=threads)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=f"threads is {threads}"):
+            decompress_image_seq([compress_image(smooth())], threads=threads)  # type: ignore[arg-type]
     with pytest.raises(ReplayError, match="out is"):
         decompress_image_seq([compress_image(smooth())], out=np.empty((1, 4), np.uint8))
 
@@ -112,20 +119,56 @@ def test_a_packed_image_that_is_cut_off_or_changed_is_an_error_and_never_a_crash
     for length in range(0, len(packed), 3):
         with pytest.raises(CodecError):
             decompress_image(packed[:length])
-    for place in range(16):  # the header: what follows has no checksum of its own
-        changed = bytearray(packed)
+    generator = np.random.default_rng(0)
+    for place in range(len(packed)):
+        for change in (0xFF, 1 << int(generator.integers(8))):
+            changed = bytearray(packed)
+            changed[place] ^= change
+            with pytest.raises(CodecError):
+                decompress_image(changed)
+            with pytest.raises(CodecError):
+                decompress_image_seq([packed, bytes(changed)])
+    with pytest.raises(CodecError, match="does not match its checksum"):
+        decompress_image(packed + b"more")
+
+
+def checked(content: bytes) -> bytes:
+    """Return a packed image with a valid checksum, whatever it contains."""
+    return content + xxhash.xxh3_64_intdigest(content).to_bytes(8, "little")
+
+
+def test_an_image_of_a_newer_version_says_so():
+    content = bytearray(compress_image(smooth())[:-8])
+    content[4] = 3
+    with pytest.raises(FormatVersionError, match="has version 3, this release reads up to 2"):
+        decompress_image(checked(bytes(content)))
+
+
+def test_a_hostile_image_with_a_valid_checksum_is_an_error():
+    content = compress_image(smooth((16, 16, 3)))[:-8]
+    for place in range(len(content)):
+        changed = bytearray(content)
         changed[place] ^= 0xFF
         try:
-            assert decompress_image(changed).size
-        except CodecError:
+            assert decompress_image(checked(bytes(changed))).size
+        except (CodecError, FormatVersionError):
             pass
 
 
+@pytest.mark.parametrize("value", [np.uint8(200), np.float32(-1.5), np.int64(-(2**60)), True])
+def test_a_single_number_keeps_having_no_axes(value):
+    image = np.array(value)
+    back = decompress_image(compress_image(image))
+    assert (back.shape, back.dtype, back[()]) == ((), image.dtype, value)
+    batch = decompress_image_seq(compress_image_seq([image, image]))
+    assert batch.tolist() == [value, value]
+
+
 def test_a_header_that_claims_a_huge_image_allocates_nothing():
-    packed = bytearray(compress_image(smooth((4, 4, 3))))
-    packed[8:12] = (2**31 - 1).to_bytes(4, "little")
-    with pytest.raises(CodecError):
-        decompress_image(bytes(packed))
+    content = bytearray(compress_image(smooth((4, 4, 3)))[:-8])
+    content[8:12] = (2**31 - 1).to_bytes(4, "little")
+    with pytest.raises(CodecError, match="claims"):
+        decompress_image(checked(bytes(content)))
 
 
 def test_images_that_jpeg_or_numpy_cannot_hold_are_refused():
@@ -136,11 +179,11 @@ def test_images_that_jpeg_or_numpy_cannot_hold_are_refused():
 
 
 def test_a_jpeg_that_claims_to_be_huge_is_damaged():
-    packed = bytearray(compress_image(np.zeros((8, 8), np.uint8), jpeg=90))
-    size = packed.find(b"\xff\xc0") + 5
-    packed[size : size + 4] = (60_000).to_bytes(2, "big") * 2
+    content = bytearray(compress_image(np.zeros((8, 8), np.uint8), jpeg=90)[:-8])
+    size = content.find(b"\xff\xc0") + 5
+    content[size : size + 4] = (60_000).to_bytes(2, "big") * 2
     with pytest.raises(CodecError, match="a JPEG is damaged"):
-        decompress_image(bytes(packed))
+        decompress_image(checked(bytes(content)))
 
 
 def test_no_images_are_an_empty_batch():

@@ -19,7 +19,14 @@ from torchrl.data import (
 )
 from torchrl.envs.transforms import Compose, RenameTransform, RewardScaling
 
-from slipstream import ConfigurationError, OutOfRangeError, PackedEpisodeStorage, ReplayError, UnsupportedStateError
+from slipstream import (
+    ConfigurationError,
+    DictReplayBuffer,
+    OutOfRangeError,
+    PackedEpisodeStorage,
+    ReplayError,
+    UnsupportedStateError,
+)
 from slipstream.replay.log import RowLog
 from tests.replay.samples import assert_same, rollout
 
@@ -358,6 +365,41 @@ def test_what_follows_what_follows_comes_back(at_once, deepest_first):
     for first in range(0, 40, at_once):
         storage.set(range(first, first + at_once), steps[first : first + at_once])
     assert_same(storage.get(slice(None)), steps)
+
+
+def test_statistics_separate_what_grows_with_the_steps_from_what_is_preallocated():
+    storage = PackedEpisodeStorage(1_000)
+    steps = rollout(1, 500, seed=1)[0]
+    storage.set(range(100), steps[:100])
+    few = storage.get_stats()
+    storage.set(range(100, 500), steps[100:])
+    many = storage.get_stats()
+    for stats in (few, many):
+        assert stats["held_bytes"] == stats["stored_bytes"] + stats["preallocated_bytes"]
+        assert 0 < stats["packed_bytes"] + stats["tail_bytes"] <= stats["stored_bytes"]
+    assert few["preallocated_bytes"] == many["preallocated_bytes"] > 0
+    assert few["stored_bytes"] < many["stored_bytes"] / 2
+    # What is reserved for later steps does not count against the first ones.
+    assert few["compression_ratio"] > few["raw_bytes"] / few["held_bytes"]
+    assert "preallocated" in repr(storage)
+
+
+def test_a_batch_with_too_few_axes_is_refused_with_both_ways_to_fix_it():
+    storage = PackedEpisodeStorage(100, ndim=2)
+    flat = TensorDict({"o": torch.zeros(10, 3)}, batch_size=[10])
+    expected = (
+        r"shape \[10\] .* with ndim=2, expected at least 2 axes, such as \[environments, time\]: .* or use ndim=1"
+    )
+    with pytest.raises(ReplayError, match=expected):
+        storage.set(range(10), flat)
+    assert len(storage) == 0
+
+
+@pytest.mark.parametrize("make", [PackedEpisodeStorage, lambda size, device: DictReplayBuffer(size, ["o"], device)])
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_an_unavailable_device_is_refused_by_the_constructor(make, device):
+    with pytest.raises(ConfigurationError, match=f"device '{device}' is not available: "):
+        make(10, device=device)
 
 
 def test_memory_stays_the_same_when_the_ring_goes_round():

@@ -16,7 +16,7 @@ from slipstream.nav.observation import Observation
 from slipstream.train.evaluation.jobs import Job, run_jobs
 from slipstream.train.evaluation.pilots import Candidate, Pilot, Sensors
 from slipstream.train.groups import RaySettings
-from tests.cli.conftest import slipstream  # noqa: F401 - a fixture
+from tests.cli.conftest import Server, serve
 from tests.train.conftest import small
 from tests.train.evaluation.conftest import CROWDED, FEW_BOXES, STRAIGHT, fly_straight
 from tests.train.evaluation.test_flying import MANY_MAPS, flights_of
@@ -36,6 +36,12 @@ def cluster() -> Iterator[RaySettings]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
     yield RaySettings(address=cluster.address, actors=2)
     cluster.shutdown()
+
+
+@pytest.fixture
+def slipstream() -> Iterator[Server]:
+    """The command line, as in the tests of commands."""
+    yield from serve()
 
 
 def kill_an_actor() -> None:

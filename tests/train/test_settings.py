@@ -56,8 +56,11 @@ def test_settings_survive_yaml(tmp_path):
         ("preset=slow", "preset is 'slow', expected one of 'navrl', 'quick'"),
         ("sim=isaac", "sim is 'isaac', expected one of 'hummingbird', 'lag'"),
         ("foo", "'foo' is not an override, expected key=value such as env.num_envs=256"),
-        ("+extra=1", "'+extra=1' adds, deletes or sweeps, expected key=value"),
-        ("seed=1,2", "'seed=1,2' adds, deletes or sweeps, expected key=value"),
+        ("+extra=1", "'+extra=1' adds or deletes a setting, expected key=value"),
+        ("seed=1,2", "'seed=1,2' is a sweep, which is not supported: start one training for each value"),
+        ("seed=range(1,4)", "'seed=range(1,4)' is a sweep, which is not supported"),
+        ("hydra.run.dir=x", "'hydra.run.dir=x' configures Hydra itself, which is not supported: run_dir= and name="),
+        ("hydra/launcher=basic", "'hydra/launcher=basic' configures Hydra itself, which is not supported"),
         ("env.num_envs=many", "the configuration: env.num_envs: Value 'many' of type 'str' could not be converted"),
         ("env.num_envs=0", "env.num_envs is 0, expected a whole number of at least 1"),
         ("env.num_obstacles=-1", "env.num_obstacles is -1, expected a whole number of at least 0"),
@@ -128,7 +131,7 @@ def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigurationError, match=r"empty has no config\.yaml, so it is not the folder of a run"):
         open_run([f"resume={tmp_path / 'empty'}"])
-    with pytest.raises(ConfigurationError, match="missing is not a folder"):
+    with pytest.raises(ConfigurationError, match="missing: there is no such run, expected a folder"):
         open_run([f"resume={tmp_path / 'missing'}"])
 
 

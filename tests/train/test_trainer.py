@@ -141,7 +141,7 @@ def test_a_complete_run_is_left_as_it_is(tmp_path, train, caplog):
     before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
     trainer = train("run", "algo.teacher_coefficient=7", "max_frame_num=256", resume=True)
     assert trainer.iteration == 6
-    assert "is complete since iteration 6: nothing is trained" in caplog.text
+    assert "is already finished, after iteration 6: nothing is trained" in caplog.text
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
 
 

@@ -13,7 +13,7 @@ Slots = NDArray[np.int64]
 
 
 class StoredObservations:
-    """One observation of all steps, ``[steps, environments, ...]``: indexing it unpacks what is asked for.
+    """One observation of all steps, ``[steps, environments, ...]``: indexing it unpacks the requested steps.
 
     Subclasses of SB3's buffers read ``self.observations[steps, environments]``; this lets them do so without knowing
     that the observations are packed. What indexing returns is a copy. Assignments raise `TypeError`.

@@ -213,10 +213,10 @@ def _evaluate(checkpoint: str | None, options: Options, processes: Processes | N
     if options.as_json:
         print_json(document)
         return
-    table = display.results_table(results)
     if options.robustness:
-        table = display.robustness_table(results)
-    print_table(table)
+        print_table(display.robustness_table(results))
+    else:
+        print_table(display.results_table(results))
     print_lines(*display.footnotes(results), f"written to {path}")
 
 
@@ -243,7 +243,8 @@ def _compare(policies: tuple[str, str], options: Options, processes: Processes |
     if options.as_json:
         print_json(document)
         return
-    print_table(display.comparison_table(comparisons, policies))
+    print_table(display.comparison_table(comparisons))
+    print_lines(*display.verdicts(comparisons, policies))
     differences = _differences(policies, planned.entrants, planned.host)
     print_lines(f"Both fly with the settings of {policies[planned.host]}.", *differences)
     if path is not None:

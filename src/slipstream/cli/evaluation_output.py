@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from slipstream.text import plural
 
 if TYPE_CHECKING:
     from slipstream.train.evaluation.compare import Comparison
@@ -20,8 +22,14 @@ if TYPE_CHECKING:
     from slipstream.train.processes import Processes
     from slipstream.train.settings import TrainSettings
 
-_RATES = ("success", "static_collision", "dynamic_collision", "out_of_bounds", "timeout")
-_MEAN_TITLES = {"inside_share": "inside field", "time_to_goal_s": "time to goal s", "path_length_m": "path length m"}
+_RATE_TITLES = {
+    "static_collision": "hit\nstatic",
+    "dynamic_collision": "hit\nmoving",
+    "out_of_bounds": "out of\nbounds",
+    "timeout": "time\nout",
+}
+_MAX_SENSORS = 28
+_MEAN_TITLES = {"inside_share": "inside\nfield", "time_to_goal_s": "time\ns", "path_length_m": "path\nm"}
 
 
 def fly_jobs(
@@ -72,20 +80,19 @@ def fly_jobs(
 
 
 def results_table(results: Sequence[ScenarioResult]) -> Table:
-    """Return a row for each scenario and candidate."""
-    table = Table("scenario", "flights", "maps")
-    for name in _RATES:
-        table.add_column(name.replace("_", " "), justify="right")
-    for title in _MEAN_TITLES.values():
-        table.add_column(title, justify="right")
+    """Return a row for each scenario, narrow enough for 80 columns. `footnotes` says what the columns contain."""
+    table = _make_table("scenario")
+    for title in ("flights", "success\n(95 %)", *_RATE_TITLES.values(), *_MEAN_TITLES.values()):
+        table.add_column(title, justify="right", no_wrap=True)
     for result in results:
-        cells = [result.flown.title, str(result.episodes), str(len(result.scenario.map_seeds))]
-        cells.append(rate_text(result.rates["success"]))
-        # The table would not fit on a screen with the intervals of all rates; they are in the file.
-        cells += [f"{result.rates[name].mean:.3f}" for name in _RATES[1:]]
-        cells.append(rate_text(result.means["inside_share"]))
-        cells.append(_mean_text(result.means["time_to_goal_s"]))
-        cells.append(_mean_text(result.means["path_length_m"]))
+        cells = [result.scenario.name, str(result.episodes), rate_text(result.rates["success"])]
+        # The table would not fit on a screen with the intervals of all columns; they are in the file.
+        cells += [_percent(result.rates[name].mean) for name in _RATE_TITLES]
+        inside = result.means["inside_share"]
+        cells.append("-" if inside is None else _percent(inside.mean))
+        for name in ("time_to_goal_s", "path_length_m"):
+            mean = result.means[name]
+            cells.append("-" if mean is None else f"{mean.mean:.1f}")
         table.add_row(*cells)
     return table
 
@@ -93,9 +100,11 @@ def results_table(results: Sequence[ScenarioResult]) -> Table:
 def robustness_table(results: Sequence[ScenarioResult]) -> Table:
     """Return a row for each combination of sensor faults: success of each candidate."""
     candidates = list(dict.fromkeys(result.flown.candidate for result in results))
-    table = Table("scenario", "sensors")
+    table = _make_table("scenario")
+    # Three faults at once take two lines.
+    table.add_column("sensors", max_width=_MAX_SENSORS)
     for candidate in candidates:
-        table.add_column(f"success: {candidate.replace('_', ' with ')}", justify="right")
+        table.add_column(f"success:\n{candidate.replace('_', ' with ')}", justify="right", no_wrap=True)
     # Candidates follow each other for each scenario and fault.
     for begin in range(0, len(results), len(candidates)):
         row = results[begin : begin + len(candidates)]
@@ -105,21 +114,34 @@ def robustness_table(results: Sequence[ScenarioResult]) -> Table:
     return table
 
 
-def comparison_table(comparisons: Sequence[Comparison], names: tuple[str, str]) -> Table:
-    """Return a row for each scenario: success of both, and whether the difference is significant."""
-    table = Table("scenario", "flights", f"success: {names[0]}", f"success: {names[1]}", "difference")
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """Return a row for each scenario: success of both policies. `verdicts` says what the difference means."""
+    table = _make_table("scenario")
+    for title in ("flights", "success of A", "success of B"):
+        table.add_column(title, justify="right", no_wrap=True)
     for one in comparisons:
         first = rate_text(one.first.rates["success"])
         second = rate_text(one.second.rates["success"])
-        table.add_row(one.first.scenario.title, str(one.first.episodes), first, second, one.verdict(*names))
+        table.add_row(one.first.scenario.name, str(one.first.episodes), first, second)
     return table
 
 
+def verdicts(comparisons: Sequence[Comparison], names: tuple[str, str]) -> list[str]:
+    """Return which policies were compared, and for each scenario whether their difference is significant."""
+    lines = [f"A: {names[0]}", f"B: {names[1]}"]
+    lines += [f"{one.first.scenario.name}: {one.verdict(*names)}" for one in comparisons]
+    return lines
+
+
 def footnotes(results: Sequence[ScenarioResult]) -> list[str]:
-    """Return what a reader of the table should know about its intervals."""
-    lines = [
-        "95 % intervals account for flights that share a map, and meet the same obstacles. The file has the intervals "
-        "of all columns."
+    """Return what a reader of the table should know about its scenarios, units and intervals."""
+    lines = []
+    for result in results:
+        maps = plural(len(result.scenario.map_seeds), "map")
+        lines.append(f"{result.scenario.name}: {result.flown.title}; {maps}")
+    lines += [
+        "Rates are in percent, times in seconds, paths in metres. All intervals are in the file. They account",
+        "for flights that share a map, and meet the same obstacles.",
     ]
     single = [result.flown.title for result in results if result.interval == "assumed"]
     if single:
@@ -130,17 +152,18 @@ def footnotes(results: Sequence[ScenarioResult]) -> list[str]:
     return lines
 
 
-def rate_text(rate: Interval | None) -> str:
-    """Return a rate with its interval."""
-    if rate is None:
-        return "-"
-    return f"{rate.mean:.3f} [{rate.low:.3f}, {rate.high:.3f}]"
+def rate_text(rate: Interval) -> str:
+    """Return a rate with its 95 % interval, in percent."""
+    return f"{_percent(rate.mean)} ({_percent(rate.low)}-{_percent(rate.high)})"
 
 
-def _mean_text(mean: Interval | None) -> str:
-    if mean is None:
-        return "-"
-    if math.isinf(mean.high):
-        # A single flight says nothing about others.
-        return f"{mean.mean:.1f}"
-    return f"{mean.mean:.1f} [{mean.low:.1f}, {mean.high:.1f}]"
+def _percent(share: float) -> str:
+    # 100.0 would make the column wider than any other value.
+    return f"{100 * share:.1f}".removesuffix(".0")
+
+
+def _make_table(first: str) -> Table:
+    """Return an empty table with its first column. Without padding, the box puts one space between columns."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    table.add_column(first, no_wrap=True)
+    return table

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.threads import calm_threads
+from slipstream.errors import ConfigurationError
 from slipstream.text import plural
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from slipstream.train.settings import TrainSettings
     from slipstream.train.trainer import Trainer
 
-_CANDIDATES = {"policy_shield": "success with shield", "planner": "success of planner"}
-
 EXAMPLE = "slipstream train preset=quick name=first"
 
 _HELP = """Train a navigation policy in the embedded simulator.
@@ -29,7 +28,8 @@ Settings are Hydra overrides with NavRL's names, such as env.num_envs=1024 env.n
 env_dyn.num_obstacles=80 wandb.mode=offline compress_checkpoint=True; preset=quick learns in minutes on two cores,
 preset=navrl (the default) is the original's training. Everything goes to runs/<name>, and runs/last points to it.
 
-resume=runs/<name> continues that run exactly where it was. Ctrl-C and SIGTERM save and stop, with exit code 130 or 143.
+resume=<name>, resume=last or resume=FOLDER continues that run exactly where it was. Ctrl-C and SIGTERM save and stop,
+with exit code 130 or 143.
 
 dist.shards=4 devices=2 trains in two processes. One, two or four compute the same run, and each of them can resume it.
 Under torchrun, leave devices out: torchrun --nproc-per-node=2 -m slipstream train dist.shards=4
@@ -39,34 +39,64 @@ Under torchrun, leave devices out: torchrun --nproc-per-node=2 -m slipstream tra
 def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings as key=value.", show_default=False)] = None,
     *,
-    cfg: Annotated[bool, typer.Option("--cfg", help="Print the settings as YAML and exit.")] = False,
+    cfg: Annotated[
+        str | None,
+        typer.Option(
+            "--cfg", "-c", metavar="job", help="job: print the settings as YAML and exit.", show_default=False
+        ),
+    ] = None,
     evaluate: Annotated[bool, typer.Option(help="Evaluate and report at the end.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object.")] = False,
+    multirun: Annotated[bool, typer.Option("--multirun", "-m", hidden=True)] = False,
+    config_source: Annotated[
+        str | None,
+        typer.Option("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", hidden=True),
+    ] = None,
 ) -> None:
     """Train; `_HELP` is the text that users see."""
     calm_threads()
     from slipstream.cli.processes import one_voice  # noqa: PLC0415 - keeps --help quick
     from slipstream.train.processes import connect  # noqa: PLC0415
 
+    _refuse_hydra_options(cfg, config_source, multirun=multirun)
+    if cfg is not None:
+        _print_settings(overrides or [])
+        return
     processes = connect()
     with one_voice(processes):
-        _train(processes, overrides or [], cfg=cfg, evaluate=evaluate, json=json)
+        _train(processes, overrides or [], evaluate=evaluate, json=json)
 
 
-def _train(processes: Processes | None, overrides: Sequence[str], *, cfg: bool, evaluate: bool, json: bool) -> None:
+def _refuse_hydra_options(cfg: str | None, config_source: str | None, *, multirun: bool) -> None:
+    """Refuse the options of Hydra's command line that are not supported, with the way to get the same."""
+    if multirun:
+        raise ConfigurationError("--multirun is not supported: start slipstream train once for each set of values")
+    if config_source is not None:
+        raise ConfigurationError(
+            f"another configuration ({config_source}) is not supported: choose a preset= and override single settings"
+        )
+    if cfg not in (None, "job"):
+        raise ConfigurationError(f"--cfg is {cfg!r}, expected job, as in: slipstream train --cfg job preset=quick")
+
+
+def _print_settings(overrides: Sequence[str]) -> None:
+    """Print the settings that a command line results in: those of the run, if it resumes one."""
+    from slipstream.train.settings import to_yaml  # noqa: PLC0415 - keeps --help quick
+    from slipstream.train.startup import resolve_settings  # noqa: PLC0415
+
+    typer.echo(to_yaml(resolve_settings(overrides)), nl=False)
+
+
+def _train(processes: Processes | None, overrides: Sequence[str], *, evaluate: bool, json: bool) -> None:
     """Train in this process, which may be one of several."""
     from slipstream.train.processes import remember_begin, restarts_left, under_torchrun  # noqa: PLC0415
-    from slipstream.train.settings import to_yaml  # noqa: PLC0415
 
     is_first = processes is None or processes.rank == 0
     settings, folder, is_resumed = _find_run(processes, overrides)
-    if cfg:
-        if is_first:
-            typer.echo(to_yaml(settings), nl=False)
-        return
     if settings.devices > 1 and not under_torchrun():
         _launch(settings, folder, overrides, evaluate=evaluate, json=json)
     from slipstream.cli.output import console, print_json, print_lines  # noqa: PLC0415
+    from slipstream.cli.training_output import describe_outcome, describe_start  # noqa: PLC0415
     from slipstream.train.display import Display  # noqa: PLC0415
     from slipstream.train.trainer import Trainer  # noqa: PLC0415
 
@@ -76,12 +106,13 @@ def _train(processes: Processes | None, overrides: Sequence[str], *, cfg: bool, 
     display = Display(screen, settings.num_iterations)
     trainer = Trainer(settings, folder, display.update)
     try:
+        done = 0
         if is_resumed:
             done = trainer.restore()
             display.begin_after(done)
-            screen.print(f"resuming {folder.path} from iteration {done}")
-        else:
-            screen.print(f"starting {folder.path}: {settings.num_iterations} iterations on {settings.torch_device()}")
+        was_complete = done >= settings.num_iterations
+        for line in describe_start(settings, folder.path, done):
+            screen.print(line)
         # Not earlier: an attempt that was refused must not make the next one resume somebody else's run.
         remember_begin(processes)
         with display:
@@ -94,7 +125,7 @@ def _train(processes: Processes | None, overrides: Sequence[str], *, cfg: bool, 
     finally:
         trainer.close()
     if is_first:
-        print_json(outcome) if json else print_lines(*_describe(outcome, settings))
+        print_json(outcome) if json else print_lines(*describe_outcome(outcome, settings, was_complete=was_complete))
     if stopped is not None:
         # As a shell reports a process that the signal ended, so that `train && export` stops here. But torchrun would
         # take that for a failure, and start the run again that somebody has stopped.
@@ -122,7 +153,7 @@ def _find_run(processes: Processes | None, overrides: Sequence[str]) -> tuple[Tr
 
 
 def _prepare(processes: Processes | None, settings: TrainSettings, screen: Any) -> None:
-    """Prepare this process for training, connect it with the others, and say what was set."""
+    """Prepare this process for training, and connect it with the others."""
     from slipstream.train.startup import prepare_process  # noqa: PLC0415 - keeps --help quick
 
     _show_log(screen, 0 if processes is None else processes.rank)
@@ -132,8 +163,8 @@ def _prepare(processes: Processes | None, settings: TrainSettings, screen: Any) 
         threads = 1
         processes_text = "1 process" if settings.devices == 1 else f"{settings.devices} processes"
         screen.print(f"{plural(settings.dist.shards, 'shard')} in {processes_text}")
-    for line in prepare_process(threads):
-        screen.print(line)
+    # The other lines are about floating-point modes and memory, which a person who trains need not know.
+    screen.print(f"computing with {prepare_process(threads)[0]}")
     if processes is not None:
         processes.form_group(settings)
 
@@ -200,7 +231,7 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any, processes: P
         return {}
     else:
         path = trainer.folder.path
-        screen.print(f"this policy was evaluated before: these are its results (slipstream eval {path} flies again)")
+        screen.print(f"using the evaluation from before (slipstream eval {path} evaluates again)")
     screen.print("writing the report")
     report = write_report(trainer.folder.path)
     timing = trainer.monitor.get_stats(window=1000)
@@ -241,44 +272,6 @@ def _rollout_ratio(trainer: Trainer) -> float | None:
     stats = [storage.get_stats() for storage in trainer.storages()]
     stored = sum(one["stored_bytes"] for one in stats)
     return sum(one["raw_bytes"] for one in stats) / stored if stored else None
-
-
-def _describe(outcome: dict[str, Any], settings: TrainSettings) -> list[str]:
-    """Return the results as lines of text."""
-    if outcome["stopped"]:
-        done = f"{outcome['iterations']} of {settings.num_iterations} iterations"
-        return [f"Stopped after {done}. To resume: slipstream train resume={outcome['run']}"]
-    if "evaluation" not in outcome:
-        return [f"run                {outcome['run']}"]
-    through = outcome["evaluation"][0]
-
-    def rate(name: str, result: dict[str, Any] = through) -> str:
-        value = result[name]
-        return f"{value['mean']:.3f} (95 %: {value['low']:.3f} to {value['high']:.3f})"
-
-    where = f"{through['num_static_obstacles']} static and {through['num_dynamic_obstacles']} moving obstacles"
-    maps = plural(len(through["map_seeds"]), "map")
-    flights = plural(through["episodes"], "flight")
-    fps = outcome["frames_per_s"]
-    lines = [
-        f"Through {maps} it has never seen, {where}, {flights}:",
-        f"  success            {rate('success')}",
-        f"  static collision   {rate('static_collision')}",
-        f"  dynamic collision  {rate('dynamic_collision')}",
-        f"  out of bounds      {rate('out_of_bounds')}",
-        f"  timeout            {rate('timeout')}",
-    ]
-    others = [result for result in outcome["evaluation"] if result["candidate"] != "policy"]
-    lines += [f"  {_CANDIDATES[result['candidate']]}  {rate('success', result)}" for result in others]
-    lines.append(f"training           {outcome['env_frames']:,} frames" + (f", {fps:,.0f} frames/s" if fps else ""))
-    if outcome["checkpoints_saved"]:
-        lines.append(
-            f"checkpoints        {outcome['checkpoint_ratio']:.2f} times smaller, "
-            f"{outcome['checkpoint_stall_ms']:.1f} ms of stall each"
-        )
-    if outcome["rollout_ratio"]:
-        lines.append(f"rollouts           {outcome['rollout_ratio']:.1f} times smaller")
-    return [*lines, f"report             {outcome['report']}"]
 
 
 def _show_log(screen: Any, rank: int) -> None:

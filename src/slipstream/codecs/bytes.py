@@ -248,7 +248,7 @@ def _pieces(frame: memoryview, limit: int) -> Iterator[bytes]:
 def _measure_frame(view: memoryview, start: int, limit: int) -> Frame:
     """Find the end of the frame at `start`, and the size of its content, which must not exceed `limit`."""
     stop, size = _walk_blocks(view, start)
-    # A file full of empty frames would take long to read, and nobody writes such a file.
+    # A file full of empty frames would take long to read, and no encoder writes such a file.
     if stop - start < _SMALLEST_FRAME and (start or stop < len(view)):
         raise CodecError(f"lz4 frame at byte {start} is empty, which is allowed only if it is the only one")
     if size is None:

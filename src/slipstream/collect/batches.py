@@ -8,33 +8,9 @@ import torch
 
 from slipstream.batches import Batch, Path, map_tensors
 from slipstream.collect.policy import Fence
-from slipstream.errors import ConfigurationError
 
 Leaves = dict[Path, torch.Tensor]
 """The memory of a batch: its tensors by path."""
-
-
-def resolve_device(device: torch.device | str | None) -> torch.device | None:
-    """Return the device of batches, or None to leave them on their device.
-
-    Args:
-        device: A device; ``auto`` is the current CUDA device if there is one, else the CPU.
-
-    Raises:
-        ConfigurationError: If there is no such device on this machine.
-    """
-    if device is None:
-        return None
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-        # The thread would find out only with the first batch.
-        torch.empty(0, device=resolved)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigurationError(f"device {str(device)!r} is not available: {reason}") from error
-    return resolved
 
 
 class BatchMemory:

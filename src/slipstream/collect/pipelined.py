@@ -13,11 +13,12 @@ from torch import nn
 
 from slipstream.batches import Batch, move, tensors_of
 from slipstream.checks import require_choice, require_count
-from slipstream.collect.batches import BatchMemory, Leaves, resolve_device
+from slipstream.collect.batches import BatchMemory, Leaves
 from slipstream.collect.modes import ModeGuard
 from slipstream.collect.policy import Fence, FrozenPolicy, Weights, find_cuda, hook_randomness, weights_to_state
 from slipstream.collect.producer import BatchProducer, Item, Order, check_base, devices_of, make_context
 from slipstream.collect.randomness import PrivateRandomness, draw_seed, warn_of_global_draws
+from slipstream.devices import resolve_device
 from slipstream.errors import ConfigurationError, StateMismatchError, UnsupportedStateError
 from slipstream.store.prefetch import Prefetcher
 
@@ -49,8 +50,7 @@ class PipelinedDataCollector:
     * *Errors*: an exception of the base is raised in place of the batch that failed, as the cause of a
       `BackgroundError`, and again for every later batch.
     * *Stopping*: leaving a loop over the collector ends the thread, and so do `shutdown`, ``with``, garbage collection
-      and interpreter exit. Each waits for the batch in progress and for nothing else. The next loop returns the batches
-      that were collected ahead.
+      and interpreter exit. Each waits only for the batch in progress. The next loop returns what was collected ahead.
 
     With ``prefetch_count=0`` it is the base collector: same thread, same policy, same objects, no stamps.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -14,50 +17,50 @@ from numpy.typing import NDArray
 from slipstream.checks import require_count
 from slipstream.datasets.cache import CacheSetting
 from slipstream.datasets.description import Fields
-from slipstream.datasets.opening import find_files
+from slipstream.datasets.index import measure
 from slipstream.datasets.randomness import Randomness
-from slipstream.datasets.recordings import Recordings, load
+from slipstream.datasets.recordings import Recordings
 from slipstream.datasets.statistics import Statistics
-from slipstream.errors import ConfigurationError, DatasetError, MissingEntryError
-from slipstream.memory import Pool
+from slipstream.datasets.transitions import TransitionDataset, choose_scale
+from slipstream.datasets.views import Storage, Transitions, as_tuple, describe_images
+from slipstream.errors import DatasetError, MissingEntryError
+
+logger = logging.getLogger(__name__)
 
 CAMERAS = ("left", "right", "global")
 
-
-class Transitions(NamedTuple):
-    """A batch of transitions, in the order that training code unpacks it."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-    global_: torch.Tensor
-    joint: torch.Tensor
-    action: torch.Tensor
-    next_left: torch.Tensor
-    next_right: torch.Tensor
-    next_global: torch.Tensor
-    next_joint: torch.Tensor
-    reward: torch.Tensor
-    not_done: torch.Tensor
+Values = TypeVar("Values", torch.Tensor, NDArray[Any])
+Moments = NDArray[np.float32] | None
 
 
 class MultimodalReplayBuffer:
     """Samples transitions of three cameras and joint positions from HDF5 files, without ever loading their images.
 
-    Numbers and an index are in memory, about 150 bytes a transition with 16 joints and as many actions; images are read
-    when they are sampled, resized on the CPU, each once however often it occurs in a batch. May be sampled from by
+    A view of a `TransitionDataset` with the cameras ``left``, ``right`` and ``global``, whose batches are tuples.
+    Numbers and an index are in memory, about 100 bytes per transition with 16 joints and 7 actions; images are read
+    when they are sampled and resized on the CPU, each once however often it occurs in a batch. May be sampled from by
     several threads, by the workers of a `DataLoader` however they are started, and after pickling: every process opens
-    its own files, and draws its own numbers from the seed.
+    its files itself and draws different numbers from the seed.
 
     Args:
         action_dim: Values of an action; what is loaded must have as many.
         joint_dim: Values of a joint position; likewise.
         device: Where batches go.
-        max_size: Load no more than so many transitions, in whole episodes; what is left out is logged.
+        max_size: Load at most this many transitions; a longer file is truncated, which is logged. Unlimited by default.
         image_size: Height and width that images are resized to.
-        image_dtype: ``torch.uint8``, 0 to 255 as they are stored; or a floating dtype, 0 to 1, which is made of them on
-            the device.
-        seed: Makes samples repeatable.
+        image_dtype: ``torch.uint8``, 0 to 255 as they are stored, or a floating dtype. Images move to the device as
+            bytes and are converted there.
+        image_scale: Largest value of floating images: 1 or 255. 1 by default.
+        seed: Makes samples repeatable. Random by default.
+        rank: Number of this process among those that train together; see `TransitionDataset`.
+        world_size: Number of these processes; likewise.
         threads: How many threads read and resize; by default one per core, and one in a worker of a `DataLoader`.
+
+    Attributes:
+        action_mean: Mean of all actions, float32 ``[action_dim]``; None before loading. May be assigned.
+        action_std: Their standard deviation, at least 1e-6 so that dividing by it is safe; likewise.
+        joint_mean: Mean of all joint positions, float32 ``[joint_dim]``; likewise.
+        joint_std: Their standard deviation; likewise.
 
     Example:
         >>> import h5py, numpy
@@ -79,36 +82,41 @@ class MultimodalReplayBuffer:
         action_dim: int,
         joint_dim: int = 16,
         device: str | torch.device = "cpu",
-        max_size: int = 1_000_000,
+        max_size: int | None = None,
         image_size: int = 224,
         *,
         image_dtype: torch.dtype = torch.uint8,
+        image_scale: int | None = None,
         seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
         threads: int | None = None,
     ) -> None:
-        for name, value in (
-            ("action_dim", action_dim), ("joint_dim", joint_dim), ("max_size", max_size), ("image_size", image_size),
-        ):  # fmt: skip
-            require_count(name, value)
-        if image_dtype != torch.uint8 and not image_dtype.is_floating_point:
-            raise ConfigurationError(f"image_dtype is {image_dtype}, expected torch.uint8 or a floating dtype")
-        self.action_dim, self.joint_dim, self.max_size = action_dim, joint_dim, max_size
-        self.image_size, self.image_dtype = image_size, image_dtype
+        self.action_dim = require_count("action_dim", action_dim)
+        self.joint_dim = require_count("joint_dim", joint_dim)
+        self.image_size = require_count("image_size", image_size)
+        if max_size is not None:
+            require_count("max_size", max_size)
+        self.max_size = max_size
+        self.image_scale = choose_scale(image_dtype, image_scale)
+        self.image_dtype = image_dtype
         self.device = torch.device(device)
+        self.action_mean: Moments = None
+        self.action_std: Moments = None
+        self.joint_mean: Moments = None
+        self.joint_std: Moments = None
         self._threads = threads
-        self._randomness = Randomness(seed)
-        self._memory = Pool()
-        self._parts: list[Recordings] = []
-        self._first: NDArray[np.int64] = np.zeros(1, np.int64)  # number of the first transition of each part
-        self._ends: list[NDArray[np.int64]] = []
+        # For the first dataset; those that are joined to it draw with its numbers.
+        self._randomness = Randomness(seed, rank, world_size)
+        self._data: TransitionDataset | None = None
         self._closed = False
-        self._statistics: dict[str, Statistics] = {}
 
     def load_from_hdf5(
         self,
-        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        hdf5_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         num_traj: int | None = None,
         *,
+        num_episodes: int | None = None,
         cameras: Mapping[str, str] | None = None,
         joint: str | Sequence[str] | None = None,
         action: str | None = None,
@@ -116,83 +124,95 @@ class MultimodalReplayBuffer:
         terminal: str | None = None,
         timeout: str | None = None,
         episodes: str | None = None,
+        fields: Fields | None = None,
         cache: CacheSetting = True,
     ) -> None:
         """Load the numbers of recorded episodes, and note where their images are; adds to what is loaded already.
 
-        Reads no image. A layout that is not recognised is named: each path begins at the group of an episode, or at the
-        root of the file. If anything is wrong nothing is added.
+        Reads no image, and computes the statistics of all that is loaded. A layout that is not recognised is described
+        by naming its datasets: each path begins at the group of an episode, or at the root of the file. If anything is
+        wrong nothing is added.
 
         Args:
-            path: A file, several, or a folder of them.
-            num_traj: Load only so many episodes.
+            hdf5_path: A file, several, or a folder of them.
+            num_traj: Load at most this many transitions. May cut the last episode; a cut is not terminal.
+            num_episodes: Load at most this many episodes.
             cameras: Paths of the images of ``left``, ``right`` and ``global``.
-            joint: Path of joint positions, or several to be put side by side.
+            joint: Path of joint positions, or several to be concatenated.
             action: Path of actions.
             reward: Path of rewards.
             terminal: Path of flags of terminal states.
             timeout: Path of flags of episodes that were cut off.
             episodes: The group whose groups are the episodes.
-            cache: Whether to use a cache made by `ingest`, where there is a fresh one beside the file; or the folder
-                where caches are.
+            fields: All of this and more in one object; the names above win.
+            cache: Whether to use a cache made by `ingest`, if there is a fresh one beside the file; or the folder where
+                caches are.
 
         Raises:
             FileNotFoundError: If there is no such file.
-            CorruptFileError: If it is no HDF5 file, or damaged.
-            MissingEntryError: If something is not in it; lists what is.
+            CorruptFileError: If it is not an HDF5 file, or damaged.
+            MissingEntryError: If something is missing; lists what the file has.
             DatasetError: If its parts contradict each other, or have other widths than the buffer.
             NonFiniteError: If a number is NaN or infinite.
         """
         self._check_open()
         if num_traj is not None:
             require_count("num_traj", num_traj)
-        told = joint if joint is None or isinstance(joint, str) else tuple(joint)
-        fields = Fields(dict(cameras or {}), told, action, reward, terminal, timeout, episodes=episodes)
-        room = self.max_size - self.size
-        if room <= 0:
-            raise DatasetError(f"the buffer holds {self.size} transitions already, and max_size is {self.max_size}")
-        part = load(
-            find_files(path), fields, cameras=CAMERAS, num_episodes=num_traj, max_transitions=room,
-            image_size=self.image_size, cache=cache,
+        if isinstance(joint, Sequence) and not isinstance(joint, str):
+            joint = tuple(joint)
+        named = {
+            "cameras": cameras, "joint": joint, "action": action, "reward": reward, "terminal": terminal,
+            "timeout": timeout, "episodes": episodes,
+        }  # fmt: skip
+        given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        limit = num_traj
+        if self.max_size is not None:
+            room = self.max_size - self.size
+            if room <= 0:
+                logger.warning(
+                    "%s: not loaded: the buffer has %d transitions and max_size is %d",
+                    hdf5_path, self.size, self.max_size,
+                )  # fmt: skip
+                return
+            limit = room if num_traj is None else min(room, num_traj)
+        data = TransitionDataset(
+            hdf5_path, cameras=CAMERAS, image_size=self.image_size, image_dtype=self.image_dtype,
+            image_scale=self.image_scale, fields=replace(fields or Fields(), **given), num_transitions=limit,
+            num_episodes=num_episodes, cache=cache, device=self.device, threads=self._threads,
+            seed=self._randomness.seed, rank=self._randomness.rank, world_size=self._randomness.world_size,
         )  # fmt: skip
-        self._check_widths(part)
-        statistics = dict(self._statistics)
-        for name, values, recorded in (("action", part.action, None), ("joint", part.joint, part.recorded)):
-            statistics[name] = statistics.get(name, Statistics.none(values.shape[1])).update(values, recorded)
-        self._ends.append(np.cumsum(part.transitions))
-        self._parts.append(part)
-        self._statistics = statistics
-        # Last, and at once: a thread that samples meanwhile sees all of it or nothing.
-        self._first = np.append(self._first, self._first[-1] + int(part.transitions.sum()))
+        try:
+            self._check_widths(data.parts[0])
+            joined = data if self._data is None else self._data.joined(data)
+        except BaseException:
+            data.close()
+            raise
+        if data.left_out and limit != num_traj:
+            logger.warning(
+                "%s: truncated to %d transitions, because max_size is %d", hdf5_path, len(data), self.max_size
+            )
+        # With one assignment: a thread that samples at the same time sees all of it or nothing.
+        self.view(joined)
 
     def _check_widths(self, part: Recordings) -> None:
         if not part.joint.shape[1]:
             raise MissingEntryError(
                 f"{part.descriptions[0]}: no dataset was recognised as joint positions; name it, as in "
-                "joint='path/of/joints' (slipstream data inspect shows what there is)"
+                "joint='path/of/joints' (slipstream data inspect lists the datasets)"
             )
-        if not part.transitions.sum():
-            raise DatasetError(f"{part.descriptions[0]}: holds no transition: nothing was recorded after any step")
-        for what, found, wanted in (
+        for what, found, expected in (
             ("action", part.action.shape[1], self.action_dim), ("joint", part.joint.shape[1], self.joint_dim),
         ):  # fmt: skip
-            if found != wanted:
-                part.close()
+            if found != expected:
                 raise DatasetError(
-                    f"{part.descriptions[0]}: its {what} has {found} values, the buffer was made for "
-                    f"{what}_dim={wanted}"
-                )
-        for name, channels in self._parts[0].channels.items() if self._parts else ():
-            if part.channels[name] != channels:
-                raise DatasetError(
-                    f"{part.descriptions[0]}: the images of the camera {name} have {part.channels[name]} channels, "
-                    f"those that are loaded already have {channels}"
+                    f"{part.descriptions[0]}: its {what} has {found} values, the buffer was created with "
+                    f"{what}_dim={expected}"
                 )
 
     def sample(self, batch_size: int, indices: NDArray[np.int64] | None = None) -> Transitions:
         """Draw transitions at random, with replacement, and read their images; blocks until they are read.
 
-        The memory of a batch is used again only when the batch and all views of it are gone.
+        The memory of a batch is reused only when the batch and all views of it are gone.
 
         Args:
             batch_size: How many.
@@ -201,70 +221,87 @@ class MultimodalReplayBuffer:
         Returns:
             ``(left, right, global, joint, action, next_left, next_right, next_global, next_joint, reward, not_done)``:
             images ``[batch, channels, image_size, image_size]``, joints and actions float32, reward and not_done
-            float32 ``[batch, 1]``. Where an episode reached its end and nothing was recorded after it, the next
-            observation is the last one, and not_done is 0.
+            float32 ``[batch, 1]``. After a terminal step not_done is 0, and the next observation is the recorded one,
+            the row that follows in the file, or else the last one once more.
 
         Raises:
             DatasetError: If nothing is loaded, the buffer is closed, or a file changed since it was loaded.
             CorruptFileError: If an image cannot be read.
         """
-        self._check_open()
-        require_count("batch_size", batch_size)
-        if not self._parts:
-            raise DatasetError("nothing is loaded yet: call load_from_hdf5 first")
-        indices = self._randomness.draw(self.size, batch_size) if indices is None else np.asarray(indices, np.int64)
-        if len(indices) != batch_size or indices.min() < 0 or indices.max() >= self.size:
-            raise ConfigurationError(f"expected {batch_size} indices from 0 to {self.size - 1}")
-        return self._gather(indices)
+        return as_tuple(self._loaded().sample(batch_size, indices))
 
-    def _gather(self, indices: NDArray[np.int64]) -> Transitions:
-        count, size = len(indices), self.image_size
-        images = {name: self._memory.take((2 * count, self._parts[0].channels[name], size, size)) for name in CAMERAS}
-        joint = np.empty((2, count, self.joint_dim), np.float32)
-        action = np.empty((count, self.action_dim), np.float32)
-        reward, not_done = np.empty((count, 1), np.float32), np.empty((count, 1), np.float32)
-        home = np.searchsorted(self._first, indices, "right") - 1
-        for number in np.unique(home):
-            where = np.flatnonzero(home == number)
-            part = self._parts[number]
-            within = indices[where] - self._first[number]
-            episodes = np.searchsorted(self._ends[number], within, "right")
-            before = self._ends[number][episodes] - part.transitions[episodes]
-            steps = within - before
-            rows = part.starts[episodes] + steps
-            joint[0, where], joint[1, where] = part.joint[rows + episodes], part.joint[rows + episodes + 1]
-            action[where], reward[where, 0] = part.action[rows], part.reward[rows]
-            not_done[where, 0] = ~part.terminal[rows]
-            self._read_images(part, images, where, episodes, steps)
-        return self._batch(images, joint, action, reward, not_done)
+    def normalize_action(self, action: Values) -> Values:
+        """Return actions, a tensor or an array, minus `action_mean`, divided by `action_std`."""
+        mean, std = self._moments("action", action)
+        normalized: Values = (action - mean) / std
+        return normalized
 
-    def _read_images(
-        self, part: Recordings, images: dict[str, NDArray[np.uint8]], where: NDArray[np.int64],
-        episodes: NDArray[np.int64], steps: NDArray[np.int64],
-    ) -> None:  # fmt: skip
-        """Read the frames of some transitions, those before and those after in one go: neighbours share them."""
-        count = len(next(iter(images.values()))) // 2
-        both = np.concatenate([episodes, episodes])
-        numbers = np.concatenate([steps, steps + 1])
-        places = np.concatenate([where, where + count])
-        requests = [part.request(name, both, numbers, images[name], places) for name in CAMERAS]
-        part.frames.read(requests, reading_threads(self._threads))
+    def unnormalize_action(self, action: Values) -> Values:
+        """Undo `normalize_action`."""
+        mean, std = self._moments("action", action)
+        values: Values = action * std + mean
+        return values
 
-    def _batch(
-        self, images: dict[str, NDArray[np.uint8]], joint: NDArray[Any], action: NDArray[Any], reward: NDArray[Any],
-        not_done: NDArray[Any],
-    ) -> Transitions:  # fmt: skip
-        count = len(action)
-        shown = {name: self._show(torch.from_numpy(images[name])) for name in CAMERAS}
-        numbers = [torch.from_numpy(values).to(self.device) for values in (joint, action, reward, not_done)]
-        now, after = ([shown[name][part] for name in CAMERAS] for part in (slice(count), slice(count, None)))
-        joints, actions, rewards, flags = numbers
-        return Transitions._make([*now, joints[0], actions, *after, joints[1], rewards, flags])
+    def normalize_joint(self, joint: Values) -> Values:
+        """Return joint positions, a tensor or an array, minus `joint_mean`, divided by `joint_std`."""
+        mean, std = self._moments("joint", joint)
+        normalized: Values = (joint - mean) / std
+        return normalized
 
-    def _show(self, images: torch.Tensor) -> torch.Tensor:
-        """Move images to the device as bytes, and only there make floats of them if that is asked for."""
-        images = images.to(self.device)
-        return images if self.image_dtype == torch.uint8 else images.to(self.image_dtype).div_(255)
+    def unnormalize_joint(self, joint: Values) -> Values:
+        """Undo `normalize_joint`."""
+        mean, std = self._moments("joint", joint)
+        values: Values = joint * std + mean
+        return values
+
+    def _moments(self, name: str, like: Any) -> tuple[Any, Any]:
+        """Return mean and standard deviation as what `like` is: tensors on its device, or arrays."""
+        mean = getattr(self, f"{name}_mean")
+        std = getattr(self, f"{name}_std")
+        if mean is None or std is None:
+            raise DatasetError(f"{name}_mean and {name}_std are None: call load_from_hdf5 first, or assign them")
+        if isinstance(like, torch.Tensor):
+            return torch.as_tensor(mean).to(like.device), torch.as_tensor(std).to(like.device)
+        return np.asarray(mean), np.asarray(std)
+
+    def compute_statistics(self) -> dict[str, Statistics]:
+        """Measure all that is loaded again, which replaces means and deviations that were assigned.
+
+        Returns:
+            Those of ``action`` and ``joint``, also with their extremes.
+        """
+        data = self._loaded()
+        found = measure(data.parts, data.index)
+        self._use(found)
+        return found
+
+    def _use(self, statistics: Mapping[str, Statistics]) -> None:
+        self.action_mean = statistics["action"].mean
+        self.action_std = statistics["action"].std
+        self.joint_mean = statistics["joint"].mean
+        self.joint_std = statistics["joint"].std
+
+    def split(self, fraction: float = 0.1, seed: int = 0) -> tuple[MultimodalReplayBuffer, MultimodalReplayBuffer]:
+        """Return two buffers with parts of the episodes, for training and for validation; no episode is in both.
+
+        Both share the files of this one: closing any closes all. Both have the statistics of the training part.
+
+        Args:
+            fraction: Share of the episodes that are for validation; at least one is.
+            seed: Which ones.
+
+        Raises:
+            ConfigurationError: If the fraction is not between 0 and 1, or there are too few episodes.
+            DatasetError: If nothing is loaded.
+        """
+        train, held = self._loaded().split(fraction, seed)
+        return copy.copy(self).view(train), copy.copy(self).view(held)
+
+    def view(self, data: TransitionDataset) -> Self:
+        """Use other transitions, of the cameras ``left``, ``right`` and ``global``; returns the buffer."""
+        self._data = data
+        self._use(data.statistics)
+        return self
 
     def add(self, *transition: Any, **more: Any) -> None:
         """Refuse: transitions come from files.
@@ -278,68 +315,56 @@ class MultimodalReplayBuffer:
 
     @property
     def size(self) -> int:
-        """How many transitions are loaded."""
-        return int(self._first[-1])
+        """Number of transitions."""
+        return 0 if self._data is None else len(self._data)
 
     def __len__(self) -> int:
         return self.size
 
     @property
     def num_episodes(self) -> int:
-        """How many episodes are loaded."""
-        return sum(part.num_episodes for part in self._parts)
+        """Number of episodes."""
+        return 0 if self._data is None else self._data.num_episodes
 
     @property
     def nbytes(self) -> int:
         """Memory of what is loaded: numbers, and not the images."""
-        return sum(part.nbytes for part in self._parts)
+        return 0 if self._data is None else self._data.nbytes
 
     @property
-    def image_metadata(self) -> dict[str, dict[str, Any]]:
-        """Of each camera: its datasets, the sizes of its stored images, and how they are read."""
-        return {
-            name: {
-                "datasets": sorted(set().union(*(part.paths[name] for part in self._parts))),
-                "files": [str(path) for part in self._parts for path in part.descriptions],
-                "stored_sizes": sorted(set().union(*(part.sizes[name] for part in self._parts))),
-                "channels": self._parts[0].channels[name],
-                "reading": sorted(set().union(*(part.readings[name] for part in self._parts))),
-            }
-            for name in CAMERAS
-            if self._parts
-        }
+    def storage(self) -> Mapping[str, NDArray[Any]]:
+        """The numbers of all transitions, read-only: ``joint``, ``action``, ``next_joint``, ``reward``, ``not_done``.
+
+        Each array is put in order when it is looked up, in time and memory proportional to its size; keep it.
+        """
+        if self._data is None:
+            return Storage((), None)
+        return Storage(self._data.parts, self._data.index)
 
     @property
-    def action_mean(self) -> torch.Tensor:
-        """Mean of all actions, ``[action_dim]``."""
-        return self._moment("action", "mean")
+    def image_metadata(self) -> dict[str, Any]:
+        """Where images are.
 
-    @property
-    def action_std(self) -> torch.Tensor:
-        """Standard deviation of all actions, at least 1e-6 so that dividing by it is safe."""
-        return self._moment("action", "std")
-
-    @property
-    def joint_mean(self) -> torch.Tensor:
-        """Mean of all joint positions, ``[joint_dim]``."""
-        return self._moment("joint", "mean")
-
-    @property
-    def joint_std(self) -> torch.Tensor:
-        """Standard deviation of all joint positions, at least 1e-6 so that dividing by it is safe."""
-        return self._moment("joint", "std")
-
-    def _moment(self, name: str, moment: str) -> torch.Tensor:
-        if name not in self._statistics:
-            raise DatasetError("nothing is loaded yet: call load_from_hdf5 first")
-        return torch.from_numpy(getattr(self._statistics[name], moment)).to(self.device)
+        * ``hdf5_path``: the file as a string, or a list of several.
+        * ``indices``: the row of each transition among the actions of its file, episode after episode.
+        * per camera a dict of its ``datasets``, ``files``, ``stored_sizes``, ``channels`` and how it is read
+          (``reading``).
+        """
+        if self._data is None:
+            return {}
+        return describe_images(self._data.parts, self._data.index)
 
     def close(self) -> None:
-        """Close all files and let go of all memory; batches that were handed out stay. Closing twice is no error."""
+        """Close all files and free all memory; batches that were handed out stay valid. Idempotent."""
         self._closed = True
-        for part in self._parts:
-            part.close()
-        self._memory.clear()
+        if self._data is not None:
+            self._data.close()
+
+    def _loaded(self) -> TransitionDataset:
+        self._check_open()
+        if self._data is None:
+            raise DatasetError("nothing is loaded yet: call load_from_hdf5 first")
+        return self._data
 
     def _check_open(self) -> None:
         if self._closed:
@@ -352,12 +377,3 @@ class MultimodalReplayBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            self.close()
-
-
-def reading_threads(threads: int | None) -> int | None:
-    """Return how many threads read: one in a worker of a `DataLoader`, of which there are several."""
-    return 1 if threads is None and torch.utils.data.get_worker_info() is not None else threads

@@ -1,45 +1,46 @@
-"""A file of frames that are resized already, beside the file they are from; see ``docs/formats/frame-cache.md``.
+"""A file of resized frames beside the file that they are from; see ``docs/formats/frame-cache.md``.
 
 Frames lie one after another, each with a checksum, so that reading one is a single ``pread`` into the batch. A cache
-says of which file it is; one of another file, or of the same file before it changed, is not used.
+is used only while the contents of its file are those that it was made of.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import xxhash
-import zstandard
-from numpy.typing import NDArray
 
 from slipstream import __version__
-from slipstream.datasets.handles import Files
+from slipstream.datasets.chunks import FrameKind
 from slipstream.datasets.identity import Identity, fingerprint
-from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
-from slipstream.memory import scratch
+from slipstream.datasets.source import STAMP_BYTES, Source, Stamp
+from slipstream.errors import CorruptFileError, DatasetError, FormatVersionError, SlipstreamError
 from slipstream.store.local import open_regular
+from slipstream.text import format_bytes
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"\x89SLFC\r\n\x1a"
 END_MAGIC = b"\x1a\n\rCFLS\x89"
-VERSION = 1
+VERSION = 2
 HEAD = struct.Struct("<8sIIQ")
 MARK = struct.Struct("<QQ")
 MARK_OFFSET = HEAD.size
-HEADER_OFFSET = 64
+STAMP_OFFSET = MARK_OFFSET + MARK.size
 FOOTER = struct.Struct("<QQQ8s")
 CHECKSUM = struct.Struct("<Q")
-_PAGE, _LINE = 4096, 64
+_HEADER_OFFSETS = {1: 64, 2: 128}
+_PAGE = 4096
+_LINE = 64
 _MAX_HEADER_BYTES = 256 << 20
 
 FrameCodec = Literal["raw", "zstd"]
@@ -49,11 +50,19 @@ CacheSetting = bool | str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class CachedDataset:
-    """The frames of one dataset of the source."""
+    """The frames of one dataset of the source.
+
+    Attributes:
+        path: The dataset.
+        num_rows: Its frames.
+        channels: Channels of a frame.
+        pixels: How stored values became pixels; see `describe_pixels`. Version 1 does not say.
+    """
 
     path: str
     num_rows: int
     channels: int
+    pixels: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,21 +70,26 @@ class CacheHeader:
     """What a cache holds, and of which file.
 
     Attributes:
-        source: Path, size, time of change and fingerprint of the file the frames are from.
+        source: Path, size and digest of the file that the frames are from. In version 1: path, size, time of change and
+            fingerprint.
         image_size: Height and width of each frame.
-        codec: ``raw``, or ``zstd``, which loses nothing either.
+        codec: ``raw``, or ``zstd``, which is lossless too.
         datasets: The datasets of the source, in the order of their frames.
+        version: Of the format.
     """
 
     source: Mapping[str, Any]
     image_size: int
     codec: FrameCodec
     datasets: tuple[CachedDataset, ...]
+    version: int = VERSION
 
     @classmethod
-    def of(cls, source: Path, image_size: int, codec: FrameCodec, datasets: Sequence[CachedDataset]) -> CacheHeader:
+    def of(cls, source: Source, image_size: int, codec: FrameCodec, datasets: Sequence[CachedDataset]) -> CacheHeader:
         """Describe a cache of a file as it is now."""
-        return cls(describe_source(source), image_size, codec, tuple(datasets))
+        path = os.path.realpath(source.path)
+        described = {"path": path, "size_bytes": source.size_bytes, "digest": source.digest}
+        return cls(described, image_size, codec, tuple(datasets))
 
     @property
     def num_frames(self) -> int:
@@ -92,52 +106,60 @@ class CacheHeader:
 
     def to_bytes(self) -> bytes:
         """Return the beginning of a file: everything before the first frame."""
-        text = json.dumps(
-            {
-                "written_by": f"slipstream {__version__}",
-                "source": dict(self.source),
-                "image_size": self.image_size,
-                "codec": self.codec,
-                "datasets": [[data.path, data.num_rows, data.channels] for data in self.datasets],
-            }
-        ).encode()
+        rows = [[data.path, data.num_rows, data.channels, data.pixels] for data in self.datasets]
+        header = {
+            "written_by": f"slipstream {__version__}",
+            "source": dict(self.source),
+            "image_size": self.image_size,
+            "codec": self.codec,
+            "datasets": rows,
+        }
+        text = json.dumps(header).encode()
         head = HEAD.pack(MAGIC, VERSION, len(text), xxhash.xxh3_64_intdigest(text))
-        start = head.ljust(HEADER_OFFSET, b"\0") + text
+        start = head.ljust(_HEADER_OFFSETS[VERSION], b"\0") + text
         return start + bytes(-len(start) % _PAGE)
 
     @classmethod
-    def parse(cls, text: bytes) -> CacheHeader:
-        """Read the JSON of a header, trusting nothing.
+    def parse(cls, text: bytes, version: int) -> CacheHeader:
+        """Read the JSON of a header without trusting it.
 
         Raises:
-            CorruptFileError: If it makes no sense.
+            CorruptFileError: If it is invalid.
         """
         try:
             node = json.loads(text)
-            datasets = tuple(CachedDataset(str(path), rows, channels) for path, rows, channels in node["datasets"])
-            header = cls(dict(node["source"]), node["image_size"], node["codec"], datasets)
+            datasets = []
+            for path, num_rows, channels, *pixels in node["datasets"]:
+                datasets.append(CachedDataset(str(path), num_rows, channels, *map(str, pixels)))
+            header = cls(dict(node["source"]), node["image_size"], node["codec"], tuple(datasets), version)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CorruptFileError(f"its header makes no sense ({error})") from error
-        numbers = [header.image_size, *(n for data in datasets for n in (data.num_rows, data.channels))]
-        sane = all(type(number) is int and 0 < number < 1 << 40 for number in numbers)
-        if not sane or header.image_size > 1 << 16 or header.codec not in ("raw", "zstd"):
-            raise CorruptFileError("its header makes no sense")
+            raise CorruptFileError(f"invalid header ({error})") from error
+        numbers = [header.image_size]
+        for data in datasets:
+            numbers += [data.num_rows, data.channels]
+        valid = all(type(number) is int and 0 < number < 1 << 40 for number in numbers)
+        if not valid or header.image_size > 1 << 16 or header.codec not in ("raw", "zstd"):
+            raise CorruptFileError("invalid header: a size, a number of rows or the codec is out of range")
         return header
 
 
-def describe_source(path: Path) -> dict[str, Any]:
-    """Return what tells a file from others, and from itself before it changed."""
-    identity = Identity.of(path)
-    return {
-        "path": os.path.realpath(path),
-        "size_bytes": identity.size_bytes,
-        "mtime_ns": identity.mtime_ns,
-        "fingerprint": fingerprint(path),
-    }
+def describe_pixels(kind: FrameKind) -> str:
+    """Return what the pixels of a frame depend on besides the stored bytes and the size of the frame."""
+    return f"{kind.encoding}, linear"
+
+
+def has_pixels_of(data: CachedDataset, kind: FrameKind, image_size: int) -> bool:
+    """Return whether cached frames are those that reading and resizing the recorded ones would give."""
+    if data.pixels:
+        return data.pixels == describe_pixels(kind)
+    # Version 1 does not say in which order compressed pictures were taken to have their channels. It averaged images
+    # that shrink to half or less, where now all are interpolated linearly.
+    is_averaged = min(kind.height, kind.width) >= 2 * image_size
+    return kind.encoding == "raw" and not is_averaged
 
 
 def cache_path(source: Path, image_size: int, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return where the cache of a file is: beside it, or in a folder, where its name tells files of one name apart."""
+    """Return where the cache of a file is: beside it, or in a folder, under a name that depends on the file's path."""
     if folder is None:
         return source.with_name(f"{source.name}.{image_size}px.frames")
     home = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(source)))
@@ -145,7 +167,7 @@ def cache_path(source: Path, image_size: int, folder: str | os.PathLike[str] | N
 
 
 def find_cache(source: Path, image_size: int | None, setting: CacheSetting = True) -> FrameCache | None:
-    """Return the cache of a file if there is one and it is fresh; says in the log why one that is there is not used."""
+    """Return the cache of a file if there is one and it is fresh; logs why one that exists is not used."""
     if image_size is None or setting is False:
         return None
     path = cache_path(source, image_size, None if setting is True else setting)
@@ -156,39 +178,89 @@ def find_cache(source: Path, image_size: int | None, setting: CacheSetting = Tru
     except (SlipstreamError, OSError) as error:
         logger.warning("%s; frames are read from %s instead", error, source)
         return None
-    if not is_fresh(cache.header, source):
-        logger.warning("%s: is of %s as it was before it changed, and not used; ingest it again", path, source)
+    if not is_fresh(cache, Source(source)):
+        logger.warning("%s: %s has changed since this cache was made; it is not used; ingest again", path, source)
         return None
     return cache
 
 
-def is_fresh(header: CacheHeader, source: Path) -> bool:
-    """Tell whether a cache is of a file as it is now; where the file is does not matter, so that both can be moved."""
-    now = describe_source(source)
-    return all(header.source.get(key) == now[key] for key in ("size_bytes", "mtime_ns", "fingerprint"))
+def is_fresh(cache: FrameCache, source: Source, *, compare: bool = False) -> bool:
+    """Return whether a cache was made of the contents that a file has now. Where the file is does not matter.
+
+    Reads the whole file if its place or times are not those of the stamp in the cache, and replaces the stamp.
+
+    Args:
+        cache: The cache.
+        source: The file.
+        compare: Read the file in any case.
+    """
+    header = cache.header
+    if header.source.get("size_bytes") != source.size_bytes:
+        return False
+    if header.version == 1:
+        same_time = header.source.get("mtime_ns") == source.stamp.mtime_ns
+        return same_time and header.source.get("fingerprint") == fingerprint(source.path)
+    if cache.stamp == source.stamp and not compare:
+        return True
+    if not compare:
+        logger.warning(
+            "%s was copied, touched or changed: comparing all of it (%s) with what %s was made of",
+            source.path, format_bytes(source.size_bytes), cache.path,
+        )  # fmt: skip
+    if header.source.get("digest") != source.digest or not source.is_unchanged():
+        return False
+    cache.remember(source.stamp)
+    return True
+
+
+def describe_state(cache: FrameCache, path: Path) -> str:
+    """Say whether a cache is fresh, as far as that is known without reading the file."""
+    source = Source(path)
+    if cache.header.source.get("size_bytes") != source.size_bytes:
+        return "stale"
+    if cache.header.version == 1:
+        return "fresh" if is_fresh(cache, source) else "stale"
+    if cache.stamp == source.stamp:
+        return "fresh"
+    return "to be compared with the file when it is loaded"
+
+
+class CacheIdentity(Identity):
+    """A cache at some moment. Writing its stamp, which changes the file but no frame, does not count as a change."""
+
+    def check(self, path: Path, descriptor: int | None = None) -> Identity:
+        """Return the identity, and raise `DatasetError` if the cache was replaced."""
+        status = path.stat() if descriptor is None else os.fstat(descriptor)
+        now = self._from(path, status)
+        if replace(now, ctime_ns=self.ctime_ns, sample=self.sample) != self:
+            raise DatasetError(f"{path}: was replaced since it was opened")
+        return self
 
 
 class FrameCache:
     """A complete cache; opening reads its header only.
 
     Raises:
-        CorruptFileError: If it is damaged, cut off, or no cache.
+        CorruptFileError: If it is damaged, truncated, or not a cache.
         FormatVersionError: If a newer release wrote it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.identity = Identity.of(path)
+        self.identity = CacheIdentity.of(path)
         with open_regular(path) as file:
             self.header, self.data_offset = read_header(path, file)
+            file.seek(STAMP_OFFSET)
+            stamp = file.read(STAMP_BYTES)
             file.seek(-min(FOOTER.size, self.identity.size_bytes), os.SEEK_END)
             footer = file.read()
+        self.stamp = Stamp.parse(stamp) if self.header.version > 1 else None
         self.table_offset = self._check_footer(footer)
 
     def _check_footer(self, footer: bytes) -> int:
         header, size = self.header, self.identity.size_bytes
         if len(footer) != FOOTER.size or footer[-8:] != END_MAGIC:
-            raise CorruptFileError(f"{self.path}: is cut off")
+            raise CorruptFileError(f"{self.path}: is truncated")
         table, frames, checksum, _ = FOOTER.unpack(footer)
         if checksum != xxhash.xxh3_64_intdigest(footer[:16]) or frames != header.num_frames:
             raise CorruptFileError(f"{self.path}: its footer does not fit its header")
@@ -198,108 +270,27 @@ class FrameCache:
             raise CorruptFileError(f"{self.path}: its size does not fit its header")
         return int(table)
 
-    def register(self, files: Files) -> RegisteredCache:
-        """Make its frames readable by way of a table of files."""
-        return RegisteredCache(self, files.add(self.path, self.identity))
-
-
-class RegisteredCache:
-    """A cache in a table of files."""
-
-    def __init__(self, cache: FrameCache, file: int) -> None:
-        self._sources: dict[str, tuple[CachedDataset, CacheSource]] = {}
-        offset, first = cache.data_offset, 0
-        verified = np.zeros(cache.header.num_frames, bool)
-        for data in cache.header.datasets:
-            header = cache.header
-            place = (offset, header.stride(data)) if header.codec == "raw" else (cache.table_offset, 0)
-            self._sources[data.path] = (data, CacheSource(file, data, header, place, first, verified))
-            offset += data.num_rows * header.stride(data)
-            first += data.num_rows
-
-    def source(self, path: str, num_rows: int) -> CacheSource | None:
-        """Return where the frames of a dataset are, or None if they are not in the cache."""
-        data, source = self._sources.get(path, (None, None))
-        return source if data is not None and data.num_rows == num_rows else None
-
-
-class CacheSource:
-    """The frames of one dataset in a cache.
-
-    A frame is compared with its checksum when this process reads it for the first time: what rots does so on the disk,
-    and comparing every time would take half as long again as reading.
-    """
-
-    __slots__ = ("_first", "_place", "_shape", "_verified", "_zstd", "file", "path")
-    rows_together = 0
-
-    def __init__(
-        self, file: int, data: CachedDataset, header: CacheHeader, place: tuple[int, int], first: int,
-        verified: NDArray[np.bool_],
-    ) -> None:  # fmt: skip
-        self.file, self.path = file, data.path
-        self._shape = (data.channels, header.image_size, header.image_size)
-        self._zstd = header.codec == "zstd"
-        self._place, self._first, self._verified = place, first, verified
-
-    def read(self, files: Files, rows: Sequence[int], targets: Sequence[NDArray[np.uint8]]) -> None:
-        """Read frames, each into its target."""
-        with files.borrow(self.file) as descriptor:
-            for row, target in zip(rows, targets, strict=True):
-                sound = (
-                    self._read_packed(descriptor, row, target) if self._zstd else self._read(descriptor, row, target)
-                )
-                if not sound:
-                    files.check(self.file)
-                    raise CorruptFileError(
-                        f"{files.paths[self.file]}: frame {row} of {self.path} does not match its checksum; "
-                        "delete the cache, and ingest again"
-                    )
-
-    def _read(self, descriptor: int, row: int, target: NDArray[np.uint8]) -> bool:
-        start, stride = self._place
-        if self._verified[self._first + row]:
-            return os.preadv(descriptor, [target.data], start + row * stride) == target.nbytes
-        tail = scratch("tail", stride - target.nbytes, np.dtype(np.uint8))
-        if os.preadv(descriptor, [target.data, tail.data], start + row * stride) != stride:
-            return False
-        return self._check(row, target, int.from_bytes(tail[-8:].tobytes(), "little"))
-
-    def _read_packed(self, descriptor: int, row: int, target: NDArray[np.uint8]) -> bool:
-        table = os.pread(descriptor, 8, self._place[0] + 8 * (self._first + row))
-        if len(table) != 8:
-            return False
-        offset = int.from_bytes(table, "little")
-        length = int.from_bytes(os.pread(descriptor, 8, offset), "little") if offset < self._place[0] else 0
-        if not 0 < length <= target.nbytes + 1024:
-            return False
-        record = os.pread(descriptor, length + 8, offset + 8)
-        try:
-            pixels = zstandard.ZstdDecompressor().decompress(record[:length], max_output_size=target.nbytes)
-        except zstandard.ZstdError:
-            return False
-        if len(pixels) != target.nbytes or len(record) != length + 8:
-            return False
-        target.reshape(-1)[:] = np.frombuffer(pixels, np.uint8)
-        return self._check(row, target, int.from_bytes(record[length:], "little"))
-
-    def _check(self, row: int, target: NDArray[np.uint8], checksum: int) -> bool:
-        sound = xxhash.xxh3_64_intdigest(target.data) == checksum
-        self._verified[self._first + row] = sound
-        return sound
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.file, self.path, self._shape, self._zstd, self._place, self._first, self._verified
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.file, self.path, self._shape, self._zstd, self._place, self._first, self._verified = state
+    def remember(self, stamp: Stamp) -> None:
+        """Write which file has been compared with the cache; without permission to write, nothing is remembered."""
+        if not stamp.is_settled:
+            return
+        with contextlib.suppress(OSError):
+            # Only the stamp changes: programs that read frames now must not mistake it for another cache.
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                status = os.fstat(descriptor)
+                os.pwrite(descriptor, stamp.to_bytes(), STAMP_OFFSET)
+                os.utime(descriptor, ns=(status.st_atime_ns, status.st_mtime_ns))
+            finally:
+                os.close(descriptor)
+            self.stamp = stamp
 
 
 def read_header(path: Path, file: Any) -> tuple[CacheHeader, int]:
     """Read the header of a cache, complete or not; returns it, and where frames begin.
 
     Raises:
-        CorruptFileError: If it is damaged, or no cache.
+        CorruptFileError: If it is damaged, or not a cache.
         FormatVersionError: If a newer release wrote it.
     """
     file.seek(0)
@@ -307,14 +298,15 @@ def read_header(path: Path, file: Any) -> tuple[CacheHeader, int]:
     if head[: len(MAGIC)] != MAGIC or len(head) != HEAD.size:
         raise CorruptFileError(f"{path}: is not a cache of frames")
     _, version, length, checksum = HEAD.unpack(head)
-    if version != VERSION:
-        raise FormatVersionError(f"{path}: has format version {version}, this release reads version {VERSION}")
-    file.seek(HEADER_OFFSET)
+    if version not in _HEADER_OFFSETS:
+        raise FormatVersionError(f"{path}: has format version {version}, this release reads versions 1 to {VERSION}")
+    offset = _HEADER_OFFSETS[version]
+    file.seek(offset)
     text = file.read(min(length, _MAX_HEADER_BYTES))
     if len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
         raise CorruptFileError(f"{path}: its header does not match its checksum")
     try:
-        header = CacheHeader.parse(text)
+        header = CacheHeader.parse(text, version)
     except CorruptFileError as error:
         raise CorruptFileError(f"{path}: {error}") from error
-    return header, math.ceil((HEADER_OFFSET + length) / _PAGE) * _PAGE
+    return header, math.ceil((offset + length) / _PAGE) * _PAGE

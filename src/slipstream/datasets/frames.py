@@ -3,9 +3,9 @@
 =============  =====================================================================================================
 stored         is read by
 =============  =====================================================================================================
-in one piece   ``pread`` at its position
+contiguous     ``pread`` at its position
 in chunks      a table of the chunks, made once; ``pread`` of the chunk, and decoding here, see `filters`
-otherwise      HDF5, one at a time: rows of their own lengths, filters that are not known here
+otherwise      HDF5, one at a time: rows of different lengths, filters that are not known here
 =============  =====================================================================================================
 
 Nothing is mapped into memory: a mapping costs more on first touch, grows the resident size with what was read, and
@@ -15,37 +15,34 @@ turns a file that got shorter into a crash.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.datasets.cameras import row_bytes, to_bytes
+from slipstream.datasets.chunks import REPACK, ChunkTable, FrameKind
+from slipstream.datasets.files import Files, decode_each, pread_into
 from slipstream.datasets.filters import decode_chunk
-from slipstream.datasets.handles import Files, decode_each
 from slipstream.datasets.opening import dataset
-from slipstream.datasets.storage import REPACK, ChunkTable, FrameKind
+from slipstream.datasets.pictures import decode_picture
+from slipstream.datasets.prepare import Frame, Interpolation, placing
 from slipstream.errors import CodecError, CorruptFileError, SlipstreamError
 from slipstream.memory import scratch, scratch_scope
-from slipstream.text import install_hint
 from slipstream.threads import default_threads
-
-try:
-    import cv2
-except ImportError as error:
-    raise ImportError(f"resizing images needs OpenCV, which is not installed: {install_hint('datasets')}") from error
 
 logger = logging.getLogger(__name__)
 
 _LEAST_FRAMES, _MOST_FRAMES = 4, 256  # in a part of a batch, which one thread reads
 _ROW_BITS = 40
 _BYTES = np.dtype(np.uint8)
-
-Frame = NDArray[np.uint8]
 
 
 class Source(Protocol):
@@ -57,7 +54,9 @@ class Source(Protocol):
     def rows_together(self) -> int:
         """How many neighbours are decoded with a frame, and given to `read` together; 0 if it takes any rows."""
 
-    def read(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def read(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation = "linear"
+    ) -> None:
         """Read frames, each into its target ``[channels, height, width]``, resized to that."""
 
 
@@ -87,14 +86,42 @@ class FrameReader:
     def __init__(self, files: Files) -> None:
         self.files = files
         self.sources: list[Source] = []
+        _readers.add(self)
 
     def add(self, source: Source) -> int:
         """Add a source and return its number."""
         self.sources.append(source)
         return len(self.sources) - 1
 
-    def read(self, requests: Sequence[Request], threads: int | None = None) -> None:
+    def prepare(self) -> None:
+        """Find where the chunks of all datasets are, each once.
+
+        Called before a process starts workers, so that they need not do it again. A file that cannot be read is
+        reported when a frame of it is wanted.
+        """
+        pending = [source for source in self.sources if isinstance(source, DatasetSource) and source.needs_table]
+        for source in pending:
+            with contextlib.suppress(SlipstreamError, OSError):
+                source.find_chunks(self.files)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.files.closed:
+            self.prepare()
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _readers.add(self)
+
+    def read(
+        self, requests: Sequence[Request], threads: int | None = None, interpolation: Interpolation = "linear"
+    ) -> None:
         """Fill the memory of all requests; a frame that is asked for twice by one request is decoded once.
+
+        Args:
+            requests: What to read, and into which memory.
+            threads: Number of threads; by default one per core.
+            interpolation: How to resize frames that are stored in another size.
 
         Raises:
             CorruptFileError: If a frame cannot be read or decoded.
@@ -113,7 +140,8 @@ class FrameReader:
             origin = first[inverse]
             repeated = np.flatnonzero(origin != np.arange(len(keys)))
             repeats.append((request.out, places[repeated], places[origin[repeated]]))
-        decode_each(self._read_block, list(_blocks(groups, part)), count)
+        read_block = functools.partial(self._read_block, interpolation)
+        decode_each(read_block, list(_blocks(groups, part)), count)
         for out, to, origin in repeats:
             for target, source in zip(to.tolist(), origin.tolist(), strict=True):
                 out[target] = out[source]
@@ -136,10 +164,10 @@ class FrameReader:
             for some, wanted in zip(np.split(mine, cuts), np.split(places[first:last], cuts), strict=True):
                 yield source, some.tolist(), [out[place] for place in wanted.tolist()]
 
-    def _read_block(self, block: list[tuple[Source, list[int], list[Frame]]]) -> None:
+    def _read_block(self, interpolation: Interpolation, block: list[tuple[Source, list[int], list[Frame]]]) -> None:
         with scratch_scope():
             for source, rows, targets in block:
-                source.read(self.files, rows, targets)
+                source.read(self.files, rows, targets, interpolation)
 
 
 def _blocks(groups: Sequence[Any], part: int) -> Iterator[list[Any]]:
@@ -177,41 +205,54 @@ class DatasetSource:
         """How many neighbours are decoded with a frame, and given to `read` together; 0 if it takes any rows."""
         return self.kind.chunk[0] if self.kind.chunk else 0
 
-    def read(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def read(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation = "linear"
+    ) -> None:
         """Read frames, each into its target, resized to that."""
         if self.kind.reading == "chunks":
-            self._read_chunks(files, rows, targets)
+            self._read_chunks(files, rows, targets, interpolation)
         elif self.kind.reading == "contiguous":
-            self._read_contiguous(files, rows, targets)
+            self._read_contiguous(files, rows, targets, interpolation)
         else:
             for row, target in zip(rows, targets, strict=True):
-                self._place(files, self._by_hdf5(files, row), target, row)
+                self._place(files, self._by_hdf5(files, row), target, row, interpolation)
 
-    def _read_contiguous(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def _read_contiguous(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation
+    ) -> None:
         """Read frames by their position; straight into the batch if they are stored as they are wanted."""
-        kind, size, offset = self.kind, self.kind.row_bytes, self.offset
-        raw = scratch("row", kind.row_bytes, _BYTES).reshape(kind.row_shape)
-        as_wanted = kind.encoding == "raw" and kind.channels_first and targets[0].shape == kind.row_shape
-        put = (
-            placing(raw.shape, targets[0].shape, channels_first=kind.channels_first) if kind.encoding == "raw" else None
-        )
+        kind = self.kind
+        memory = scratch("row", kind.row_bytes, _BYTES)
+        raw = memory.view(kind.dtype).reshape(kind.row_shape)
+        are_bytes = kind.encoding == "raw" and kind.dtype == _BYTES.str
+        as_wanted = are_bytes and kind.channels_first and targets[0].shape == kind.row_shape
+        put = None
+        if are_bytes:
+            put = placing(raw.shape, targets[0].shape, channels_first=kind.channels_first, interpolation=interpolation)
         with files.borrow(self.file) as descriptor:
             for row, target in zip(rows, targets, strict=True):
-                if not pread_into(descriptor, target if as_wanted else raw, offset + row * size):
+                place = target if as_wanted else memory
+                if not pread_into(descriptor, place, self.offset + row * kind.row_bytes):
                     files.check(self.file)
                     raise self._damage(files, row, "the file ends before it")
                 if put is None:
-                    self._place(files, raw, target, row)
+                    self._place(files, raw, target, row, interpolation)
                 elif not as_wanted:
                     put(raw, target)
 
-    def _by_hdf5(self, files: Files, row: int) -> NDArray[np.uint8]:
+    def _by_hdf5(self, files: Files, row: int) -> NDArray[Any]:
         with files.hdf5(self.file) as file, self._naming(files, row):
-            return np.asarray(dataset(file, self.path)[row])
+            data = dataset(file, self.path)
+            if self.kind.encoding != "raw":
+                return row_bytes(data, row)
+            return np.asarray(data[row]).reshape(self.kind.row_shape)
 
-    def _read_chunks(self, files: Files, rows: Sequence[int], targets: Sequence[Frame]) -> None:
+    def _read_chunks(
+        self, files: Files, rows: Sequence[int], targets: Sequence[Frame], interpolation: Interpolation
+    ) -> None:
         """Read frames that are in the same chunks."""
-        kind, table = self.kind, self._chunk_table(files, rows[0])
+        kind = self.kind
+        table = self.find_chunks(files, rows[0])
         chunk_row = rows[0] // kind.chunk[0]
         numbers = table.of_rows(chunk_row)
         within = [row - chunk_row * kind.chunk[0] for row in rows]
@@ -221,16 +262,16 @@ class DatasetSource:
         else:
             frames = list(self._assemble(files, table, numbers, within, rows[0]))
         for row, frame, target in zip(rows, frames, targets, strict=True):
-            self._place(files, frame, target, row)
+            self._place(files, frame, target, row, interpolation)
 
-    def _assemble(
-        self, files: Files, table: ChunkTable, numbers: range, within: list[int], row: int
-    ) -> NDArray[np.uint8]:
-        """Put frames together whose pixels are in several chunks."""
+    def _assemble(self, files: Files, table: ChunkTable, numbers: range, within: list[int], row: int) -> NDArray[Any]:
+        """Assemble frames whose pixels are in several chunks."""
         kind = self.kind
-        frames = np.empty((len(within), *kind.row_shape), np.uint8)
+        frames = np.empty((len(within), *kind.row_shape), kind.dtype)
+        # The grid has no axis for the bytes of a string, nor for the only channel of an image without channels.
+        grid = (*table.grid, *(1,) * (len(kind.chunk) - len(table.grid)))
         for number in numbers:
-            at = np.unravel_index(number, table.grid)[1:]
+            at = np.unravel_index(number, grid)[1:]
             corner = [int(index) * step for index, step in zip(at, kind.chunk[1:], strict=True)]
             ends = [min(c + step, size) for c, step, size in zip(corner, kind.chunk[1:], kind.row_shape, strict=True)]
             chunk = self._chunk(files, table, number, row)
@@ -238,19 +279,28 @@ class DatasetSource:
             frames[(slice(None), *map(slice, corner, ends))] = chunk[within][(slice(None), *part)]
         return frames
 
-    def _chunk(self, files: Files, table: ChunkTable, number: int, row: int) -> NDArray[np.uint8]:
+    def _chunk(self, files: Files, table: ChunkTable, number: int, row: int) -> NDArray[Any]:
         kind = self.kind
         if table.offsets[number] < 0:
-            return np.full(kind.chunk, kind.fill, np.uint8)
+            return np.full(kind.chunk, kind.fill, kind.dtype)
+        nbytes = math.prod(kind.chunk) * np.dtype(kind.dtype).itemsize
+        if table.sizes[number] > 2 * nbytes + 4096:
+            raise self._damage(files, row, f"its chunk takes {table.sizes[number]} bytes for {nbytes}")
         payload = np.empty(int(table.sizes[number]), np.uint8)
         self._pread(files, payload, int(table.offsets[number]), row)
         try:
-            whole = decode_chunk(payload, kind.filters, int(table.masks[number]), math.prod(kind.chunk))
+            whole = decode_chunk(payload, kind.filters, int(table.masks[number]), nbytes)
         except CodecError as error:
             raise self._damage(files, row, f"its chunk {error}") from error
-        return whole.reshape(kind.chunk)
+        return whole.view(kind.dtype).reshape(kind.chunk)
 
-    def _chunk_table(self, files: Files, row: int) -> ChunkTable:
+    @property
+    def needs_table(self) -> bool:
+        """Whether its chunks were not looked for yet."""
+        return self.kind.reading == "chunks" and self._table is None
+
+    def find_chunks(self, files: Files, row: int = 0) -> ChunkTable:
+        """Return where its chunks are; HDF5 is asked once."""
         table = self._table
         if table is None:
             with files.hdf5(self.file) as file, self._naming(files, row):
@@ -263,16 +313,20 @@ class DatasetSource:
                 files.check(self.file)
                 raise self._damage(files, row, "the file ends before it")
 
-    def _place(self, files: Files, raw: NDArray[np.uint8], target: Frame, row: int) -> None:
+    def _place(self, files: Files, raw: NDArray[Any], target: Frame, row: int, interpolation: Interpolation) -> None:
         if self.kind.encoding == "raw":
-            placing(raw.shape, target.shape, channels_first=self.kind.channels_first)(raw, target)
+            put = placing(raw.shape, target.shape, channels_first=self.kind.channels_first, interpolation=interpolation)
+            try:
+                put(to_bytes(raw, self.kind.scale), target)
+            except CodecError as error:
+                raise self._damage(files, row, str(error)) from error
             return
-        flag = cv2.IMREAD_GRAYSCALE if self.kind.channels == 1 else cv2.IMREAD_COLOR
-        picture = decode_picture(raw, flag)
-        if picture is None:
-            raise self._damage(files, row, "it is not a picture that can be decoded")
-        picture = picture[..., None] if picture.ndim == 2 else picture
-        placing(picture.shape, target.shape, swap=self.kind.encoding == "rgb")(picture, target)
+        try:
+            picture = decode_picture(raw, self.kind.channels, self.kind.height * self.kind.width)
+        except CodecError as error:
+            raise self._damage(files, row, str(error)) from error
+        put = placing(picture.shape, target.shape, swap=self.kind.encoding == "rgb", interpolation=interpolation)
+        put(picture, target)
 
     @contextlib.contextmanager
     def _naming(self, files: Files, row: int) -> Iterator[None]:
@@ -295,86 +349,29 @@ class DatasetSource:
         self.file, self.path, self.kind, self.offset, self._table = state
 
 
-def pread_into(descriptor: int, target: NDArray[np.uint8], offset: int) -> bool:
-    """Fill memory from a position of a file; returns whether there was enough."""
-    count = os.preadv(descriptor, [target.data], offset)
-    if count == target.nbytes:
-        return True
-    view, done = target.reshape(-1).data, count
-    while count and done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
-        done += count
-    return done == len(view)
-
-
-def decode_picture(raw: NDArray[np.uint8], flag: int) -> Any:
-    """Decode a JPEG or PNG; returns None if it is none, or claims to be larger than OpenCV allows."""
-    try:
-        return cv2.imdecode(raw, flag) if raw.size else None
-    except cv2.error:
-        return None
-
-
-def placing(
-    shape: Sequence[int], target: Sequence[int], *, channels_first: bool = False, swap: bool = False
-) -> Callable[[Frame, Frame], None]:
-    """Return what puts images of one shape into targets of another, resized; it is for this thread only.
-
-    Shrinking to half or less averages the pixels that fall together; anything else is interpolated between the four
-    nearest, which takes a seventh of the time and is as good at such scales.
-
-    Args:
-        shape: Of an image: ``[height, width, channels]``, or channels first.
-        target: Of a target: ``[channels, height, width]``.
-        channels_first: Which of the two `shape` is.
-        swap: Whether to exchange the first and the third channel.
-    """
-    height, width = shape[1:] if channels_first else shape[:2]
-    channels, size = target[0], (target[2], target[1])
-    same = (width, height) == size
-    method = cv2.INTER_AREA if width >= 2 * size[0] and height >= 2 * size[1] else cv2.INTER_LINEAR
-
-    def resize(image: Frame, out: Frame) -> None:
-        if same:
-            out[...] = image
-        else:
-            cv2.resize(image if image.flags.c_contiguous else image.copy(), size, dst=out, interpolation=method)
-
-    def by_planes(image: Frame, out: Frame) -> None:
-        for part, plane in zip(image if channels_first else (image[..., 0],), out, strict=True):
-            resize(part, plane)
-
-    if channels_first or channels == 1:
-        return by_planes
-    order = [2, 1, 0, *range(3, channels)] if swap and channels >= 3 else list(range(channels))
-
-    def split(image: Frame, out: Frame) -> None:
-        cv2.split(image, [out[number] for number in order])
-
-    if same:
-        return split
-    middle_shape = (target[1], target[2], channels)
-    middle = scratch("resized", math.prod(middle_shape), _BYTES, skew=1024).reshape(middle_shape)
-
-    def resize_and_split(image: Frame, out: Frame) -> None:
-        resize(image, middle)
-        cv2.split(middle, [out[number] for number in order])
-
-    return resize_and_split
-
-
 def warn_if_slow(path: object, camera: str, kind: FrameKind) -> None:
-    """Log what will be slow, and what can be done about it."""
+    """Log what will be slow and what can be done about it, and which order of colors is assumed."""
     if kind.reading == "locked":
-        logger.warning(
-            "%s: the camera %s can be read by HDF5 only, one frame at a time (%s); %s",
-            path,
-            camera,
-            kind.because,
-            REPACK,
-        )
+        reason = f"can be read by HDF5 only, one frame at a time ({kind.because})"
+        logger.warning("%s: the camera %s %s; %s", path, camera, reason, REPACK)
     elif kind.amplification > 2:
-        logger.warning(
-            "%s: reading a frame of the camera %s decodes %.0f times its size; %s",
-            path, camera, kind.amplification, REPACK,
-        )  # fmt: skip
+        reason = f"decodes {kind.amplification:.0f} times its size"
+        logger.warning("%s: reading a frame of the camera %s %s; %s", path, camera, reason, REPACK)
+    if kind.color_assumed and kind.channels > 1:
+        assumed = f"{kind.format} images of the camera {camera} are assumed to be {kind.encoding.upper()}"
+        other = "bgr" if kind.encoding == "rgb" else "rgb"
+        logger.warning('%s: %s; pass color="%s" if red and blue are exchanged', path, assumed, other)
+
+
+_readers: weakref.WeakSet[FrameReader] = weakref.WeakSet()
+
+
+def _prepare_all() -> None:
+    """Find all chunks before a fork: its children would all do the same again."""
+    for reader in list(_readers):
+        if not reader.files.closed:
+            reader.prepare()
+
+
+# Registered after the hook of `files`, so it runs before that one waits for HDF5's lock.
+os.register_at_fork(before=_prepare_all)

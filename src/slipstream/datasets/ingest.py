@@ -9,6 +9,7 @@ its final name.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,38 +18,33 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 import numpy as np
-import xxhash
-import zstandard
 from numpy.typing import NDArray
 
 from slipstream.checks import require_count
 from slipstream.datasets.cache import (
-    CHECKSUM,
-    END_MAGIC,
-    FOOTER,
-    MARK,
-    MARK_OFFSET,
     CachedDataset,
     CacheHeader,
     FrameCache,
+    FrameCodec,
     cache_path,
+    describe_pixels,
     is_fresh,
-    read_header,
 )
-from slipstream.datasets.description import Description, Fields
+from slipstream.datasets.cache_writer import CacheWriter
+from slipstream.datasets.cached import RegisteredCache
+from slipstream.datasets.describe import describe
+from slipstream.datasets.description import Description, Fields, Images
+from slipstream.datasets.files import Files
 from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
-from slipstream.datasets.handles import Files
-from slipstream.datasets.schema import describe
-from slipstream.errors import DatasetError, MissingEntryError, SlipstreamError
+from slipstream.datasets.source import Source
+from slipstream.errors import CorruptFileError, DatasetError, MissingEntryError, SlipstreamError
 from slipstream.memory import aligned
 from slipstream.store.local import make_folder, sync_folder, write_error
 from slipstream.store.lock import LockableFile, is_still_at, open_private, try_lock
-from slipstream.threads import parallel_map
+
+logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20
-_MARK_BYTES = 256 << 20
-_ZSTD_LEVEL = 3
-_LENGTH_BYTES = 8
 
 Progress = Callable[[int, int], None]
 """Called with the number of frames that are done, and of all."""
@@ -61,7 +57,7 @@ class Ingested:
     Attributes:
         path: The cache.
         num_frames: Frames in it.
-        new_frames: Those that were made by this call: 0 if it was there and fresh already.
+        new_frames: Frames that this call resized; 0 if the cache was fresh already.
         stored_bytes: Size of the cache.
         raw_bytes: Size of its frames.
     """
@@ -82,13 +78,16 @@ def ingest(
     folder: str | os.PathLike[str] | None = None,
     compress: bool = False,
     overwrite: bool = False,
+    verify: bool = False,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> Ingested:
-    """Store the resized frames of a file once; whatever loads the file afterwards reads those instead.
+    """Store the resized frames of a file once; every program that loads the file afterwards reads those instead.
 
     Blocks until the cache is complete and durable, or returns at once if there is a fresh one. Continues after an
-    earlier call that was interrupted. Memory holds some megabytes of frames. The source is not touched.
+    earlier call that was interrupted. Cameras that a fresh cache has already are kept, so a camera can be added later.
+    A copy of the file and its cache is as good as the original: whether a cache is fresh is decided by the contents of
+    the file, all of which are read once for that. Memory holds some megabytes of frames. The source is not changed.
 
     Args:
         path: The recorded file.
@@ -97,13 +96,15 @@ def ingest(
         cameras: Which cameras; all by default.
         folder: Where the cache goes; by default beside the file.
         compress: Pack frames with zstd, losslessly: smaller, and a few times slower to read.
-        overwrite: Replace a cache that is still fresh.
-        progress: Told how far it is.
+        overwrite: Make the frames of these cameras again, even if the cache is fresh.
+        verify: Compare the contents of the file with what the cache was made of, though nothing suggests a change, and
+            every frame in the cache with its checksum. A cache that does not match is made again.
+        progress: Called with the number of frames that are done, and of all.
         threads: How many threads resize; by default one per core.
 
     Raises:
-        DatasetError: If the file has no images, changes meanwhile, or is being ingested by another process.
-        WriteError: If the cache cannot be written; what is written is kept, and the next call goes on there.
+        DatasetError: If the file has no images, changes in the meantime, or is being ingested by another process.
+        WriteError: If the cache cannot be written; what is written stays, and the next call continues there.
 
     Example:
         >>> import h5py, numpy
@@ -114,69 +115,161 @@ def ingest(
         11
     """
     require_count("image_size", image_size, 1, 8192)
-    source = Path(path)
-    description = describe(source, fields)
-    reader, datasets = _sources(description, cameras)
-    with contextlib.closing(reader.files):
-        header = CacheHeader.of(source, image_size, "zstd" if compress else "raw", datasets)
-        description.identity.check(source)
-        target = cache_path(source, image_size, folder)
-        raw_bytes = sum(data.num_rows * header.frame_bytes(data) for data in datasets)
-        if not overwrite and _is_done(target, header, source):
-            if progress is not None:
-                progress(header.num_frames, header.num_frames)
-            return Ingested(target, header.num_frames, 0, target.stat().st_size, raw_bytes)
-        with _naming(target, source):
-            make_folder(target.parent)
-            with _partial(target, anew=overwrite) as file:
-                writer = _Writer(file, header, target)
-                done = writer.resume()
-                for first, frames in _batches(reader, header, done, threads):
-                    writer.append(first, frames)
-                    if progress is not None:
-                        progress(first + len(frames), header.num_frames)
-                writer.finish()
-                description.identity.check(source)
-                _part_path(target).replace(target)
-                sync_folder(target.parent)
-    return Ingested(target, header.num_frames, header.num_frames - done, target.stat().st_size, raw_bytes)
+    description = describe(path, fields, cameras=cameras)
+    source = Source(description.path)
+    description.identity.check(source.path)
+    target = cache_path(source.path, image_size, folder)
+    codec: FrameCodec = "zstd" if compress else "raw"
+    existing = _find_existing(target, source, verify=verify, threads=threads)
+    with contextlib.closing(Files()) as files:
+        frames = _Frames(description, files, existing, reuse=not overwrite)
+        for name in _choose_cameras(description, cameras):
+            frames.add_camera(name, codec)
+        header = CacheHeader.of(source, image_size, codec, frames.datasets)
+        raw_bytes = 0
+        for data in header.datasets:
+            raw_bytes += data.num_rows * header.frame_bytes(data)
+        num_new = 0
+        if existing is None or overwrite or not _holds(existing.header, header):
+            num_new = _write(target, source, header, frames, restart=overwrite, progress=progress, threads=threads)
+        elif progress is not None:
+            progress(header.num_frames, header.num_frames)
+    return Ingested(target, header.num_frames, num_new, target.stat().st_size, raw_bytes)
 
 
-def _sources(description: Description, cameras: Sequence[str] | None) -> tuple[FrameReader, list[CachedDataset]]:
-    """Return a reader of all frames, and the datasets that they are in, in its order."""
-    roles = description.roles
-    names = list(roles.cameras) if cameras is None else list(cameras)
-    for name in names:
-        if name not in roles.cameras:
-            found = ", ".join(roles.cameras) or "none"
-            raise MissingEntryError(f"{description.path}: there is no camera {name}; those found are {found}")
+def _choose_cameras(description: Description, cameras: Sequence[str] | None) -> list[str]:
+    """Return the names of cameras, all of them by default, and raise if one is missing or there is none."""
+    known = description.roles.cameras
+    names = list(known) if cameras is None else list(cameras)
+    missing = [name for name in names if name not in known]
+    if missing:
+        found = ", ".join(known) or "none"
+        raise MissingEntryError(f"{description.path}: there is no camera {', '.join(missing)}; those found are {found}")
     if not names:
         raise DatasetError(f"{description.path}: has no images, so there is nothing to ingest")
-    reader = FrameReader(Files())
-    file = reader.files.add(description.path, description.identity)
-    datasets: dict[str, CachedDataset] = {}
-    for name in names:
-        for number, stretch in enumerate(description.stretches):
-            both = [(roles.cameras[name], stretch.cameras[name])]
-            if stretch.final == "next":
-                both.append((roles.next_cameras[name], stretch.next_cameras[name]))
-            for path, images in both:
-                where = f"{stretch.group.strip('/')}/{path}".lstrip("/")
-                if where not in datasets:
-                    datasets[where] = CachedDataset(where, images.num_rows, images.kind.channels)
-                    reader.add(DatasetSource(file, where, images.kind, images.offset))
-            if number == 0:
-                warn_if_slow(description.path, name, both[0][1].kind)
-    return reader, list(datasets.values())
+    return names
 
 
-def _is_done(target: Path, wanted: CacheHeader, source: Path) -> bool:
+def _find_existing(target: Path, source: Source, *, verify: bool, threads: int | None) -> FrameCache | None:
+    """Return the cache if there is one, it is fresh and, if that is to be verified, intact."""
     try:
-        header = FrameCache(target).header
+        cache = FrameCache(target)
     except (SlipstreamError, OSError):
-        return False
-    same = (header.image_size, header.codec, header.datasets) == (wanted.image_size, wanted.codec, wanted.datasets)
-    return same and is_fresh(header, source)
+        return None
+    if not is_fresh(cache, source, compare=verify):
+        return None
+    if verify:
+        try:
+            _check_frames(cache, threads)
+        except CorruptFileError as error:
+            logger.warning("%s", error)
+            return None
+    return cache
+
+
+def _check_frames(cache: FrameCache, threads: int | None) -> None:
+    """Raise `CorruptFileError` if a frame of a cache does not match its checksum."""
+    with contextlib.closing(Files()) as files:
+        # There is no recorded file: the cache is the only one, number 0.
+        registered = RegisteredCache(cache, files, recorded=0)
+        reader = FrameReader(files)
+        for data in cache.header.datasets:
+            reader.add(registered.source_of(data))
+        for _ in _batches(reader, cache.header, 0, threads):
+            pass
+
+
+class _Frames:
+    """The datasets whose frames a cache is to have, and where each is read from: the recorded file, or an older cache.
+
+    Args:
+        description: The recorded file.
+        files: A table of files, to which those that are read are added.
+        existing: A fresh cache, whose datasets come first.
+        reuse: Whether frames of cameras that are added are taken from it as well.
+    """
+
+    def __init__(self, description: Description, files: Files, existing: FrameCache | None, *, reuse: bool) -> None:
+        self.reader = FrameReader(files)
+        self._description = description
+        self._file = files.add(description.path, description.identity)
+        self._reuse = reuse
+        self._datasets: dict[str, CachedDataset] = {}
+        self._kept: set[str] = set()
+        self._cached: RegisteredCache | None = None
+        if existing is not None:
+            self._cached = RegisteredCache(existing, files, self._file)
+            for data in existing.header.datasets:
+                self._datasets[data.path] = data
+                self._kept.add(data.path)
+                self.reader.add(self._cached.source_of(data))
+
+    @property
+    def datasets(self) -> list[CachedDataset]:
+        """The datasets, in the order of the reader's sources."""
+        return list(self._datasets.values())
+
+    @property
+    def num_kept(self) -> int:
+        """Frames that are only copied."""
+        return sum(self._datasets[path].num_rows for path in self._kept)
+
+    def add_camera(self, name: str, codec: FrameCodec) -> None:
+        """Add the datasets of a camera, or replace those that are there if their frames are not to be reused."""
+        roles = self._description.roles
+        warn_if_slow(self._description.path, name, self._description.stretches[0].cameras[name].kind)
+        for stretch in self._description.stretches:
+            self._add(stretch.group, roles.cameras[name], stretch.cameras[name], codec)
+            if stretch.final == "next":
+                self._add(stretch.group, roles.next_cameras[name], stretch.next_cameras[name], codec)
+
+    def _add(self, group: str, path: str, images: Images, codec: FrameCodec) -> None:
+        where = f"{group.strip('/')}/{path}".lstrip("/")
+        recorded = DatasetSource(self._file, where, images.kind, images.offset)
+        data = CachedDataset(where, images.num_rows, images.kind.channels, describe_pixels(images.kind))
+        if where not in self._datasets:
+            self._datasets[where] = data
+            self.reader.add(recorded)
+            return
+        number = list(self._datasets).index(where)
+        cached = None
+        if self._cached is not None and self._reuse and self._cached.codec == codec:
+            cached = self._cached.source(where, images, recorded)
+        self._datasets[where] = data
+        if cached is None:
+            self._kept.discard(where)
+            self.reader.sources[number] = recorded
+        else:
+            self.reader.sources[number] = cached
+
+
+def _holds(found: CacheHeader, wanted: CacheHeader) -> bool:
+    """Return whether a cache has all that is wanted."""
+    same = (found.image_size, found.codec) == (wanted.image_size, wanted.codec)
+    return same and set(wanted.datasets) <= set(found.datasets)
+
+
+def _write(
+    target: Path, source: Source, header: CacheHeader, frames: _Frames, *, restart: bool, progress: Progress | None,
+    threads: int | None,
+) -> int:  # fmt: skip
+    """Write a cache, or continue to; returns how many of its frames are new."""
+    with _naming(target, source.path):
+        make_folder(target.parent)
+        with _partial(target, restart=restart) as file:
+            writer = CacheWriter(file, header, target)
+            done = writer.resume()
+            for first, batch in _batches(frames.reader, header, done, threads):
+                writer.append(first, batch)
+                if progress is not None:
+                    progress(first + len(batch), header.num_frames)
+            source.settle()
+            if not source.is_unchanged():
+                raise DatasetError(f"{source.path}: changed while it was ingested; ingest it again")
+            writer.finish(source.stamp)
+            _part_path(target).replace(target)
+            sync_folder(target.parent)
+    return header.num_frames - max(done, frames.num_kept)
 
 
 def _part_path(target: Path) -> Path:
@@ -184,7 +277,7 @@ def _part_path(target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _partial(target: Path, *, anew: bool) -> Iterator[BinaryIO]:
+def _partial(target: Path, *, restart: bool) -> Iterator[BinaryIO]:
     """Open the unfinished file, alone; it stays if something goes wrong."""
     path = _part_path(target)
     while True:
@@ -194,118 +287,10 @@ def _partial(target: Path, *, anew: bool) -> Iterator[BinaryIO]:
             # Another process may have finished and renamed the file between opening and locking.
             if not is_still_at(file, path):
                 continue
-            if anew:
+            if restart:
                 file.truncate(0)
             yield cast("BinaryIO", file)
             return
-
-
-class _Writer:
-    """Appends frames to an unfinished cache."""
-
-    def __init__(self, file: BinaryIO, header: CacheHeader, target: Path) -> None:
-        self._file, self._header, self._target = file, header, target
-        self._begin = header.to_bytes()
-        self._position = len(self._begin)
-        self._marked = self._position
-        self._done = 0
-        self._offsets: list[int] = []
-
-    def resume(self) -> int:
-        """Return how many frames are there already and sound; begins anew if they are of another source."""
-        begin = self._begin
-        if self._matches():
-            marked, checksum = MARK.unpack(os.pread(self._file.fileno(), MARK.size, MARK_OFFSET))
-            trusted = marked if checksum == xxhash.xxh3_64_intdigest(CHECKSUM.pack(marked)) else 0
-            for number, data in _frames(self._header):
-                end = self._record_end(data, check=number >= trusted)
-                if end is None:
-                    break
-                self._offsets.append(self._position)
-                self._position, self._done = end, number + 1
-            os.ftruncate(self._file.fileno(), self._position)
-        else:
-            os.ftruncate(self._file.fileno(), 0)
-            _pwrite(self._file, begin, 0)
-        self._marked = self._position
-        return self._done
-
-    def _matches(self) -> bool:
-        try:
-            header, offset = read_header(self._target, self._file)
-        except (SlipstreamError, OSError):
-            return False
-        return header == self._header and offset == len(self._begin)
-
-    def _record_end(self, data: CachedDataset, *, check: bool) -> int | None:
-        """Return where the record at the current position ends, or None if it is not whole."""
-        descriptor, nbytes = self._file.fileno(), self._header.frame_bytes(data)
-        size = os.fstat(descriptor).st_size
-        if self._header.codec == "raw":
-            end = self._position + self._header.stride(data)
-            pixels = os.pread(descriptor, nbytes, self._position) if check and end <= size else b""
-        else:
-            length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, self._position), "little")
-            end = self._position + _LENGTH_BYTES + length + CHECKSUM.size
-            if not 0 < length <= nbytes + 1024 or end > size:
-                return None
-            if check:
-                packed = os.pread(descriptor, length, self._position + _LENGTH_BYTES)
-                with contextlib.suppress(zstandard.ZstdError):
-                    packed = zstandard.ZstdDecompressor().decompress(packed, max_output_size=nbytes)
-                pixels = packed
-        if end > size:
-            return None
-        if not check:
-            return end
-        stored = int.from_bytes(os.pread(descriptor, CHECKSUM.size, end - CHECKSUM.size), "little")
-        return end if stored == xxhash.xxh3_64_intdigest(pixels) else None
-
-    def append(self, first: int, frames: NDArray[np.uint8]) -> None:
-        """Write frames that follow those that are there."""
-        if first != self._done:
-            raise ValueError(f"frame {first} does not follow frame {self._done - 1}")
-        records = list(parallel_map(self._record, list(frames)))
-        for record in records:
-            self._offsets.append(self._position)
-            _pwrite(self._file, record, self._position)
-            self._position += len(record)
-        self._done += len(frames)
-        if self._position - self._marked >= _MARK_BYTES:
-            self._mark()
-
-    def _record(self, frame: NDArray[np.uint8]) -> bytes:
-        pixels = frame.tobytes()
-        checksum = CHECKSUM.pack(xxhash.xxh3_64_intdigest(pixels))
-        if self._header.codec == "raw":
-            data = CachedDataset("", 1, frame.shape[0])
-            return pixels + bytes(self._header.stride(data) - len(pixels) - len(checksum)) + checksum
-        packed = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(pixels)
-        return len(packed).to_bytes(_LENGTH_BYTES, "little") + packed + checksum
-
-    def _mark(self) -> None:
-        """Flush what is written, and only then say that it is there."""
-        os.fdatasync(self._file.fileno())
-        count = CHECKSUM.pack(self._done)
-        _pwrite(self._file, MARK.pack(self._done, xxhash.xxh3_64_intdigest(count)), MARK_OFFSET)
-        self._marked = self._position
-
-    def finish(self) -> None:
-        """Write what comes after the last frame, and flush everything."""
-        table = b"" if self._header.codec == "raw" else np.array(self._offsets, "<u8").tobytes()
-        head = CHECKSUM.pack(self._position) + CHECKSUM.pack(self._done)
-        footer = FOOTER.pack(self._position, self._done, xxhash.xxh3_64_intdigest(head), END_MAGIC)
-        _pwrite(self._file, table + footer, self._position)
-        self._mark()
-        os.fsync(self._file.fileno())
-
-
-def _frames(header: CacheHeader) -> Iterator[tuple[int, CachedDataset]]:
-    number = 0
-    for data in header.datasets:
-        for _ in range(data.num_rows):
-            yield number, data
-            number += 1
 
 
 def _batches(
@@ -323,13 +308,6 @@ def _batches(
             reader.read([Request(np.full(len(rows), number), rows, out)], threads)
             yield first + row, out
         first += data.num_rows
-
-
-def _pwrite(file: BinaryIO, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(file.fileno(), view, offset)
-        view, offset = view[count:], offset + count
 
 
 @contextlib.contextmanager

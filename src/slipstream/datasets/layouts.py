@@ -1,40 +1,33 @@
-"""The layouts that people record in: which groups are episodes, and by which names things go."""
+"""The layouts that people record in: which groups of a file are episodes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import h5py
+import numpy as np
 
-from slipstream.datasets.description import Fields, Roles
-from slipstream.datasets.opening import leaves, listing, member, natural
-from slipstream.datasets.storage import is_camera
+from slipstream.datasets.description import Fields
+from slipstream.datasets.names import shown
+from slipstream.datasets.opening import listing, natural
+from slipstream.datasets.tree import Tree, join
 from slipstream.errors import DatasetError, MissingEntryError
 
 ACTIONS = ("actions", "action")
 REWARDS = ("rewards", "reward")
 TERMINALS = ("terminals", "terminations", "terminated", "dones", "done")
 TIMEOUTS = ("timeouts", "truncations", "truncated")
-JOINTS = (
-    "joint", "joints", "joint_position", "joint_positions", "joint_pos", "qpos", "agent/qpos", "state", "states",
-    "proprio", "robot_state", "env_states",
-)  # fmt: skip
-OBSERVATIONS = ("observations", "obs")
-NEXT_OBSERVATIONS = ("next_observations", "next_obs")
+OBSERVATIONS = ("observations", "obs", "observation")
+NEXT_OBSERVATIONS = ("next_observations", "next_obs", "next_observation")
 
-# What the three cameras of a `MultimodalReplayBuffer` are called elsewhere, the likeliest first.
-_VIEWS = {
-    "left": ("left_image", "left_wrist_image", "left", "left_wrist", "cam_left_wrist", "left_cam", "left_camera"),
-    "right": (
-        "right_image", "right_wrist_image", "right", "right_wrist", "cam_right_wrist", "right_cam", "right_camera",
-    ),
-    "global": (
-        "global_image", "global", "cam_high", "agentview_image", "agentview", "base_camera", "front_image", "front",
-        "top_image", "top", "overhead_image", "overhead",
-    ),
-}  # fmt: skip
-_ROBOT = re.compile(r"robot(\d+)_(joint_pos|gripper_qpos)")
+_PREFIXES = (
+    ("robomimic", "data", "demo_"),
+    ("ManiSkill", "", "traj_"),
+    ("Minari", "", "episode_"),
+)
+_MAX_NAMED = 5
+_MAX_EPISODE_DEPTH = 3
 
 
 @dataclass(frozen=True)
@@ -43,167 +36,195 @@ class Layout:
 
     Attributes:
         name: What people call it.
-        groups: Paths of the groups to read, in order.
-        flags_split: Whether the flags of ends tell episodes apart, because a group holds several.
-        bgr: Whether compressed pictures have red and blue exchanged.
+        groups: Paths of the groups to read, in order; the root is ``/``.
+        flags_split: Whether flags separate episodes, because one group holds several.
+        bgr: Whether compressed images have red and blue exchanged.
+        action: Path of the actions, if they have no usual name.
+        observations: Path of the group of observations, if it has no usual name.
+        flatten: Whether a group of observations is one nested observation, all of whose numbers are used.
+        missing: Episodes that a filter key names and the file does not have.
     """
 
     name: str
     groups: tuple[str, ...]
     flags_split: bool
     bgr: bool = False
+    action: str | None = None
+    observations: str | None = None
+    flatten: bool = False
+    missing: int = 0
 
 
-def find_layout(root: h5py.File, fields: Fields) -> Layout:
-    """Recognise the layout of a file by what is in it.
+def find_layout(tree: Tree, fields: Fields) -> Layout:
+    """Recognise the layout of a file by its content, and select the episodes that `fields` asks for.
 
     Raises:
-        DatasetError: If it is none of those that are known; lists what was found, and says how to name it.
+        MissingEntryError: If something that `fields` names is not in the file.
+        DatasetError: If the layout is unknown; lists what was found, and says how to name it.
     """
-    if fields.episodes is not None:
-        return Layout("explicit", _children(root, fields.episodes.strip("/"), ""), flags_split=False)
-    for name, prefix, above in (("robomimic", "demo_", "data"), ("ManiSkill", "traj_", ""), ("Minari", "episode_", "")):
-        groups = _children(root, above, prefix, required=False)
+    if isinstance(fields.episodes, str):
+        above = fields.episodes.strip("/")
+        groups = _child_groups(tree, above, "")
+        if not groups:
+            raise MissingEntryError(
+                f"{_file(tree)}: there is no group of episodes below {shown(above)}; {listing(tree.root)}"
+            )
+        layout = Layout("explicit", groups, flags_split=False)
+    else:
+        layout = _recognise(tree, fields)
+    return _select(tree, layout, fields)
+
+
+def _file(tree: Tree) -> str:
+    return str(tree.root.file.filename)
+
+
+def _recognise(tree: Tree, fields: Fields) -> Layout:
+    for name, above, prefix in _PREFIXES:
+        groups = _child_groups(tree, above, prefix)
         if groups:
-            return Layout(name, groups, flags_split=False)
-    observations, actions = (_first(root, names) for names in (OBSERVATIONS, ACTIONS))
-    if isinstance(observations, h5py.Group) and isinstance(member(observations, "images"), h5py.Group):
-        return Layout("ALOHA", ("/",), flags_split=False, bgr=True)
-    if actions is not None or fields.action is not None:
-        flat = isinstance(observations, h5py.Dataset) or _first(root, NEXT_OBSERVATIONS) is not None
-        if flat:
-            return Layout("D4RL", ("/",), flags_split=True)
-        if actions is None or fields.action is not None:
-            return Layout("explicit", ("/",), flags_split=True)
-        name = "A (/observations)" if isinstance(observations, h5py.Group) else "B (at the root)"
-        return Layout(name, ("/",), flags_split=True)
-    nested = [name for name in sorted(root, key=natural) if _holds_actions(root, name)]
-    if nested:
-        return Layout("a group per episode", tuple(nested), flags_split=False)
+            return Layout(name, groups, flags_split=False, flatten=name == "Minari")
+    at_root = _of_root(tree, fields)
+    if at_root is not None:
+        return at_root
+    if tree.is_dataset("policy/actions") and tree.is_group("env"):
+        return Layout("RoboNet", ("/",), flags_split=False, action="policy/actions", observations="env")
+    episodes = _groups_with_actions(tree)
+    if episodes:
+        return Layout("a group per episode", episodes, flags_split=False)
     raise DatasetError(
-        f"{root.filename}: none of the layouts that are known (no {' or '.join(ACTIONS)} at its root, in "
-        f"data/demo_*, traj_* or episode_*); {listing(root)}; name them, as in action='path/of/actions'"
+        f"{_file(tree)}: none of the layouts that are known (no {' or '.join(ACTIONS)} at its root, in data/demo_*, "
+        "traj_* or episode_*, nor together with observations in any group); "
+        f"{listing(tree.root)}; name them, as in action='path/of/actions'"
     )
 
 
-def find_roles(group: h5py.Group, fields: Fields) -> Roles:
-    """Find which datasets of a group are what: as told, or else by the names that people use.
-
-    Raises:
-        MissingEntryError: If something that was named is not there, or there are no actions.
-        DatasetError: If the group is empty.
-    """
-    if not len(group):
-        raise DatasetError(f"{group.file.filename}: the group {group.name} is empty, expected actions in it")
-    action = fields.action or _name_of(group, ACTIONS)
-    if action is None:
-        where = group.name.rstrip("/")
-        raise MissingEntryError(f"{group.file.filename}: {where}/{ACTIONS[0]} is not there; {listing(group)}")
-    base = _name_of(group, OBSERVATIONS, h5py.Group)
-    after = _name_of(group, NEXT_OBSERVATIONS, h5py.Group)
-    cameras = dict(fields.cameras) or _cameras(group, base)
-    joint = _told(fields.joint) or _joint(group, base)
-    next_cameras, next_joint = dict(fields.next_cameras), _told(fields.next_joint)
-    if after is not None and base is not None:
-        shared = {n: f"{after}/{p.removeprefix(f'{base}/')}" for n, p in cameras.items() if p.startswith(f"{base}/")}
-        next_cameras = next_cameras or {n: p for n, p in shared.items() if member(group, p) is not None}
-        moved = tuple(f"{after}/{path.removeprefix(f'{base}/')}" for path in joint if path.startswith(f"{base}/"))
-        next_joint = next_joint or (moved if all(member(group, path) is not None for path in moved) else ())
-    elif not next_joint and joint in {(name,) for name in OBSERVATIONS}:
-        flat = _name_of(group, NEXT_OBSERVATIONS, h5py.Dataset)
-        next_joint = (flat,) if flat else ()
-    return Roles(
-        cameras,
-        next_cameras,
-        joint,
-        next_joint,
-        action,
-        fields.reward or _name_of(group, REWARDS),
-        fields.terminal or _name_of(group, TERMINALS),
-        fields.timeout or _name_of(group, TIMEOUTS),
-    )
+def _of_root(tree: Tree, fields: Fields) -> Layout | None:
+    """Recognise a file whose root holds the actions."""
+    base = first_of(tree, "", OBSERVATIONS)
+    if base is not None and tree.is_group(f"{base}/images"):
+        return Layout("ALOHA", ("/",), flags_split=False, bgr=True)
+    action = first_of(tree, "", ACTIONS)
+    if action is not None and fields.action is None and not tree.is_dataset(action):
+        choices = ", ".join(f"{action}/{shown(path)}" for path in tree.leaves(action))
+        raise MissingEntryError(
+            f"{_file(tree)}: /{action} is a group with {choices or 'nothing in it'}; choose the actions, "
+            f"as in action='{action}/...'"
+        )
+    if action is None and fields.action is None:
+        return None
+    is_flat = first_of(tree, "", NEXT_OBSERVATIONS) is not None
+    if base is not None and tree.is_dataset(base):
+        is_flat = True
+    if is_flat:
+        return Layout("D4RL", ("/",), flags_split=True)
+    if fields.action is not None:
+        return Layout("explicit", ("/",), flags_split=True)
+    if base is not None:
+        return Layout(f"A (/{base})", ("/",), flags_split=True)
+    return Layout("B (at the root)", ("/",), flags_split=True)
 
 
-def _told(paths: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (paths,) if isinstance(paths, str) else tuple(paths or ())
+def first_of(tree: Tree, group: str, names: Sequence[str]) -> str | None:
+    """Return the first of some names that a group has."""
+    for name in names:
+        if tree.has(join(group, name)):
+            return name
+    return None
 
 
-def _children(root: h5py.Group, above: str, prefix: str, *, required: bool = True) -> tuple[str, ...]:
+def _child_groups(tree: Tree, above: str, prefix: str) -> tuple[str, ...]:
     """Return the groups below a group whose names begin with a prefix, in the order of their numbers."""
-    node = member(root, above) if above else root
-    names = [name for name in node if name.startswith(prefix)] if isinstance(node, h5py.Group) else []
-    found = [f"{above}/{name}".lstrip("/") for name in sorted(names, key=natural)]
-    groups = tuple(path for path in found if isinstance(member(root, path), h5py.Group))
-    if required and not groups:
-        raise MissingEntryError(f"{root.file.filename}: there is no group of episodes below {above}; {listing(root)}")
-    return groups
+    found = []
+    for name in sorted(tree.children.get(above, []), key=natural):
+        path = join(above, name)
+        if name.startswith(prefix) and not tree.is_link_out(path) and tree.is_group(path):
+            found.append(path)
+    return tuple(found)
 
 
-def _holds_actions(root: h5py.File, name: str) -> bool:
-    if isinstance(root.get(name, getlink=True), h5py.ExternalLink) or root.get(name) is None:
-        return False
-    group = member(root, name)
-    return isinstance(group, h5py.Group) and _first(group, ACTIONS) is not None
+def _groups_with_actions(tree: Tree) -> tuple[str, ...]:
+    """Return the groups that hold actions and something that is observed: such a group is an episode."""
+    found = []
+    for group, names in tree.children.items():
+        if not group or group.count("/") >= _MAX_EPISODE_DEPTH or not set(names).intersection(ACTIONS):
+            continue
+        # Groups of settings and actions alone, such as RoboNet's `policy`, are not episodes.
+        known = {*ACTIONS, *REWARDS, *TERMINALS, *TIMEOUTS}
+        if any(path not in known for path in tree.leaves(group)) and first_of(tree, group, ACTIONS) is not None:
+            found.append(group)
+    return tuple(sorted(found, key=natural))
 
 
-def _first(group: h5py.Group, names: tuple[str, ...]) -> h5py.Group | h5py.Dataset | None:
-    return next((found for name in names if (found := member(group, name)) is not None), None)
+def _select(tree: Tree, layout: Layout, fields: Fields) -> Layout:
+    """Keep the episodes that were asked for."""
+    wanted: list[str | int] = []
+    if fields.episodes is not None and not isinstance(fields.episodes, str):
+        wanted = list(fields.episodes)
+    if not wanted and fields.filter_key is None:
+        return layout
+    if layout.groups == ("/",):
+        raise DatasetError(
+            f"{_file(tree)}: episodes are selected by the names of their groups, and a file of layout {layout.name} "
+            "has no such groups"
+        )
+    groups = list(layout.groups)
+    num_missing = 0
+    if fields.filter_key is not None:
+        names = _filtered(tree, fields.filter_key)
+        groups = [group for group in groups if group.rpartition("/")[2] in names]
+        num_missing = len(names) - len(groups)
+        if not groups:
+            raise DatasetError(
+                f"{_file(tree)}: filter_key {fields.filter_key!r} names {len(names)} episodes, none of which is in "
+                "the file"
+            )
+    if wanted:
+        groups = _by_id(tree, groups, wanted)
+    return Layout(
+        layout.name, tuple(groups), layout.flags_split, layout.bgr, layout.action, layout.observations, layout.flatten,
+        num_missing,
+    )  # fmt: skip
 
 
-def _name_of(group: h5py.Group, names: tuple[str, ...], kind: type = h5py.Dataset) -> str | None:
-    return next((name for name in names if isinstance(member(group, name), kind)), None)
+def _filtered(tree: Tree, key: str) -> set[str]:
+    """Return the names that robomimic lists under a filter key."""
+    path = f"mask/{key}"
+    if not tree.is_dataset(path):
+        keys = ", ".join(shown(name) for name in tree.leaves("mask")) or "none"
+        raise MissingEntryError(f"{_file(tree)}: there is no filter key {key!r} (/{path}); those it has are {keys}")
+    values = np.atleast_1d(tree.open(path)[()])
+    names = set()
+    for value in values.tolist():
+        text = value
+        if isinstance(value, bytes):
+            text = value.decode("utf-8", "surrogateescape")
+        names.add(str(text).rpartition("/")[2])
+    return names
 
 
-def _joint(group: h5py.Group, base: str | None) -> tuple[str, ...]:
-    """Find joint positions: by name among the observations, those of each robot, or the observations themselves."""
-    if base is None:
-        found = _name_of(group, (*OBSERVATIONS, *JOINTS))
-        data = member(group, found) if found else None
-        return (found,) if found and isinstance(data, h5py.Dataset) and not is_camera(data) else ()
-    inside = member(group, base)
-    assert isinstance(inside, h5py.Group)  # noqa: S101 - found as one
-    name = _name_of(inside, JOINTS)
-    if name is not None:
-        return (f"{base}/{name}",)
-    robots = sorted(
-        (match for match in map(_ROBOT.fullmatch, inside) if match), key=lambda m: (int(m[1]), m[2] != "joint_pos")
-    )
-    if robots:
-        return tuple(f"{base}/{match[0]}" for match in robots)
-    outside = _name_of(group, JOINTS)
-    return (outside,) if outside is not None else ()
+def _by_id(tree: Tree, groups: Sequence[str], wanted: Sequence[str | int]) -> list[str]:
+    """Return groups by their path, name or number, in the order asked for."""
+    by_name: dict[str | int, str] = {}
+    for group in groups:
+        name = group.rpartition("/")[2]
+        by_name[group] = group
+        by_name[name] = group
+        number = re.search(r"([0-9]{1,18})$", name)
+        if number is not None:
+            by_name.setdefault(int(number[1]), group)
+    missing = [one for one in wanted if _key(one) not in by_name]
+    if missing:
+        some = ", ".join(shown(group.rpartition("/")[2]) for group in groups[:_MAX_NAMED])
+        more = ""
+        if len(groups) > _MAX_NAMED:
+            more = f" and {len(groups) - _MAX_NAMED} more"
+        raise MissingEntryError(f"{_file(tree)}: there is no episode {missing}; those it has are {some}{more}")
+    return list(dict.fromkeys(by_name[_key(one)] for one in wanted))
 
 
-def _cameras(group: h5py.Group, base: str | None) -> dict[str, str]:
-    """Find images among the observations, and name them: left, right and global where that is clear."""
-    inside = member(group, base) if base else group
-    assert isinstance(inside, h5py.Group)  # noqa: S101 - found as one
-    prefix = f"{base}/" if base else ""
-    skip = () if base else NEXT_OBSERVATIONS
-    found = [path for path, data in leaves(inside).items() if not path.startswith(skip) and is_camera(data)]
-    _check_links(inside)
-    names: dict[str, str] = {}
-    for view, known in _VIEWS.items():
-        shorts = {_short(path): path for path in reversed(found)}
-        match = next((shorts[name] for name in map(_short, known) if name in shorts), None)
-        if match is not None:
-            names[view] = match
-    for path in found:
-        if path not in names.values():
-            short = _short(path)
-            names[short if short not in names else path] = path
-    return {name: prefix + path for name, path in names.items()}
-
-
-def _check_links(group: h5py.Group) -> None:
-    """Raise if a member is a link out of the file: what it may be, nobody knows."""
-    for name in group:
-        link = group.get(name, getlink=True)
-        if isinstance(link, h5py.ExternalLink) or (isinstance(link, h5py.SoftLink) and group.get(name) is not None):
-            member(group, name)
-
-
-def _short(path: str) -> str:
-    """Return the name of a camera without what all cameras have in theirs."""
-    parts = [part for part in path.split("/") if part not in ("images", "sensor_data", "rgb", "image", "rgb_image")]
-    return re.sub(r"_(image|rgb|images)$", "", "/".join(parts) or path)
+def _key(wanted: str | int) -> str | int:
+    """Return a name without slashes at its ends, or a number as a plain int."""
+    if isinstance(wanted, str):
+        return wanted.strip("/")
+    return int(wanted)

@@ -1,12 +1,13 @@
 """Episodes in memory, but for their images: numbers and an index, and where each frame is.
 
-Per step there are the action, the reward and two flags; per observation the joint position. An episode of `n` steps has
-`n + 1` observations, the last of which is repeated where it was not recorded.
+Per step there are the action, the reward and a flag; per observation the joint position. An episode of `n` steps has
+`n + 1` observations. If its last one was not recorded, the row that follows in the file stands in for it, or else the
+row before it. Only a terminal step has such an outcome in a transition.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,31 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.datasets.cache import find_cache
-from slipstream.datasets.description import Description, Fields, Images, Stretch
+from slipstream.datasets.cached import RegisteredCache
+from slipstream.datasets.describe import describe
+from slipstream.datasets.description import Description, Fields, Images
+from slipstream.datasets.files import MAX_OPEN, Files
+from slipstream.datasets.flags import read_flags
 from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
-from slipstream.datasets.handles import MAX_OPEN, Files
 from slipstream.datasets.opening import dataset, opened, read_rows
-from slipstream.datasets.schema import describe
+from slipstream.datasets.plans import Plan, Room
 from slipstream.errors import DatasetError, MissingEntryError, NonFiniteError
 from slipstream.memory import machine_bytes
 
-logger = logging.getLogger(__name__)
-
 _BLOCK_ROWS = 1 << 16
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which episodes of a stretch are loaded: the first `num_episodes`."""
-
-    description: Description
-    stretch: Stretch
-    num_episodes: int
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Steps of each."""
-        return self.stretch.lengths[: self.num_episodes]
 
 
 @dataclass(frozen=True)
@@ -65,41 +53,51 @@ class Recordings:
     """Episodes of one or several files; nothing in it changes once it is loaded.
 
     Attributes:
+        plans: Which episodes of which files these are.
         joint: ``[observations, joint_dim]``, `n + 1` per episode.
         action: ``[steps, action_dim]``.
         reward: ``[steps]``.
         terminal: ``[steps]``, whether a step reached a terminal state.
         starts: First step of each episode, and the number of steps at the end.
         transitions: Transitions of each episode, as many as steps or one less.
-        recorded: ``[observations]``, False where nothing was recorded after an episode and its last one is repeated.
+        recorded: ``[observations]``, False where another row stands in for an observation after the last step of an
+            episode, which was not recorded.
         cameras: Where frames are.
         channels: Channels of each camera.
         sizes: Height and width of each camera's frames as stored, of each that occurs.
+        file_starts: First step of each file.
+        left_out: Whether the limits of `load` left anything out.
     """
 
     def __init__(self, plans: Sequence[Plan], cameras: Sequence[str], image_size: int | None, cache: Any) -> None:
+        self.plans = tuple(plans)
         self.camera_names = tuple(cameras)
         lengths = np.concatenate([plan.lengths for plan in plans])
         self.starts: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        self.transitions = np.concatenate([plan.stretch.transitions()[: plan.num_episodes] for plan in plans])
+        self.transitions: NDArray[np.int64] = np.concatenate([plan.transitions for plan in plans])
         first = plans[0].description
         self.descriptions = list(dict.fromkeys(plan.description.path for plan in plans))
         steps, episodes = int(self.starts[-1]), len(lengths)
         self.recorded: NDArray[np.bool_] = np.ones(steps + episodes, bool)
         ends = self.starts[1:] + np.arange(episodes)
-        self.recorded[ends] = np.concatenate([plan.stretch.has_final()[: plan.num_episodes] for plan in plans])
+        self.recorded[ends] = np.concatenate([plan.has_final for plan in plans])
         _check_fits(plans, steps * (4 * first.action_dim + 5) + (steps + episodes) * 4 * first.joint_dim)
         self.joint: NDArray[np.float32] = np.empty((steps + episodes, first.joint_dim), np.float32)
         self.action: NDArray[np.float32] = np.empty((steps, first.action_dim), np.float32)
         self.reward: NDArray[np.float32] = np.zeros(steps, np.float32)
         self.terminal: NDArray[np.bool_] = np.zeros(steps, bool)
+        # Blocks of steps whose next observation is not that of the following step, and the next observations.
+        self._exceptions: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []
         self.frames = FrameReader(Files(MAX_OPEN))
         self.channels: dict[str, int] = {}
         self.sizes: dict[str, set[tuple[int, int]]] = {name: set() for name in cameras}
         self.readings: dict[str, set[str]] = {name: set() for name in cameras}
         self.paths: dict[str, set[str]] = {name: set() for name in cameras}
         self.cameras = {name: CameraIndex(*(np.empty(episodes, np.int64) for _ in range(4))) for name in cameras}
-        self._image_size, self._cache_setting = image_size, cache
+        self.left_out = False
+        self.file_starts: list[int] = []
+        self._image_size = image_size
+        self._cache_setting = cache
         self._load(plans)
 
     @property
@@ -115,20 +113,21 @@ class Recordings:
     @property
     def nbytes(self) -> int:
         """Memory of the numbers."""
-        return self.joint.nbytes + self.action.nbytes + self.reward.nbytes + self.terminal.nbytes
+        exceptions = sum(steps.nbytes + rows.nbytes for steps, rows in self._exceptions)
+        return self.joint.nbytes + self.action.nbytes + self.reward.nbytes + self.terminal.nbytes + exceptions
 
     def _load(self, plans: Sequence[Plan]) -> None:
         episode = 0
         for description, of_file in _by_file(plans):
-            with opened(description.path) as (root, identity):
-                if identity != description.identity:
-                    description.identity.check(description.path)
+            with opened(description.path, description.identity) as (root, identity):
                 number = self.frames.files.add(description.path, identity)
                 cache = find_cache(description.path, self._image_size, self._cache_setting)
-                cached = None if cache is None else cache.register(self.frames.files)
+                cached = None if cache is None else RegisteredCache(cache, self.frames.files, number)
+                self.file_starts.append(int(self.starts[episode]))
                 for plan in of_file:
                     group = root if plan.stretch.group == "/" else root[plan.stretch.group]
                     self._load_numbers(plan, group, episode)
+                    self._load_exceptions(plan, group, episode)
                     self._index_frames(plan, episode, number, cached)
                     episode += plan.num_episodes
 
@@ -142,7 +141,7 @@ class Recordings:
                 read_rows(data, 0, values)
                 _check_finite(plan, data, values)
         if roles.terminal is not None:
-            self.terminal[first:last] = np.asarray(dataset(group, roles.terminal)[: last - first]).reshape(-1) != 0
+            self.terminal[first:last] = read_flags(dataset(group, roles.terminal), last - first)
         column = 0
         for number, path in enumerate(roles.joint):
             data = dataset(group, path)
@@ -154,49 +153,90 @@ class Recordings:
 
     def _load_joint(self, plan: Plan, data: h5py.Dataset, after: h5py.Dataset | None, target: NDArray[Any]) -> None:
         """Read observations so that each episode has one more than steps."""
-        lengths, final = plan.lengths, plan.stretch.final
-        if final == "own":
+        if plan.stretch.final == "own":
             read_rows(data, 0, target)
             _check_finite(plan, data, target)
             return
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        for first in range(0, int(starts[-1]), _BLOCK_ROWS):
-            rows = np.empty((min(_BLOCK_ROWS, int(starts[-1]) - first), target.shape[1]), np.float32)
+        starts = np.concatenate([[0], np.cumsum(plan.lengths)])
+        num_steps = int(starts[-1])
+        ends = starts[1:] + np.arange(len(starts) - 1)
+        # Also read the row after the last step, if the dataset has it.
+        num_rows = min(data.shape[0], num_steps + 1)
+        for first in range(0, num_rows, _BLOCK_ROWS):
+            numbers = np.arange(first, min(first + _BLOCK_ROWS, num_rows))
+            rows = np.empty((len(numbers), target.shape[1]), np.float32)
             read_rows(data, first, rows)
-            _check_finite(plan, data, rows, np.arange(first, first + len(rows)))
-            steps = np.arange(first, first + len(rows))
-            target[np.searchsorted(starts, steps, "right") - 1 + steps] = rows
-        ends = starts[1:] + np.arange(len(lengths))
-        target[ends] = target[ends - 1]  # where nothing was recorded after the last step
+            _check_finite(plan, data, rows, numbers)
+            of_steps = numbers < num_steps
+            steps = numbers[of_steps]
+            target[np.searchsorted(starts, steps, "right") - 1 + steps] = rows[of_steps]
+            # The first row of an episode is also what was recorded after the last step of the episode before it.
+            following = np.isin(numbers, starts[1:])
+            target[ends[np.searchsorted(starts[1:], numbers[following])]] = rows[following]
+        if num_rows == num_steps:
+            target[ends[-1]] = target[ends[-1] - 1]
         if after is not None:
-            with np.errstate(over="ignore"):  # what is too large becomes infinite, and is reported
+            # What is too large becomes infinite, and is reported.
+            with np.errstate(over="ignore"):
                 target[ends] = np.asarray(after[starts[1:] - 1]).reshape(len(ends), -1)
             _check_finite(plan, after, target[ends], starts[1:] - 1)
-        elif final == "stream" and plan.num_episodes == len(plan.stretch.lengths):
-            last = target[int(ends[-1]) :]
-            read_rows(data, int(starts[-1]), last)
-            _check_finite(plan, data, last, starts[-1:])
 
-    def _index_frames(self, plan: Plan, episode: int, file: int, cache: Any) -> None:
+    def _load_exceptions(self, plan: Plan, group: h5py.Group, episode: int) -> None:
+        """Note the steps whose next observation was recorded and is not the observation of the following step."""
+        paths = plan.description.roles.next_joint
+        if plan.stretch.final != "next" or not paths:
+            return
+        datasets = [dataset(group, path) for path in paths]
+        starts = np.cumsum(plan.lengths) - plan.lengths
+        first_step = int(self.starts[episode])
+        for first in range(0, int(plan.lengths.sum()), _BLOCK_ROWS):
+            steps = np.arange(first, min(first + _BLOCK_ROWS, int(plan.lengths.sum())))
+            rows = np.empty((len(steps), self.joint.shape[1]), np.float32)
+            column = 0
+            for data in datasets:
+                width = math.prod(data.shape[1:])
+                read_rows(data, first, rows[:, column : column + width])
+                column += width
+            episodes = episode + np.searchsorted(starts, steps, "right") - 1
+            differ = (rows != self.joint[first_step + steps + episodes + 1]).any(1)
+            if differ.any():
+                _check_finite(plan, datasets[0], rows[differ], steps[differ])
+                self._exceptions.append((first_step + steps[differ], rows[differ]))
+
+    def next_joint(self, steps: NDArray[np.int64], episodes: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the observations after some steps, as they were recorded."""
+        values: NDArray[np.float32] = self.joint[steps + episodes + 1]
+        for exceptional, rows in self._exceptions:
+            place = np.minimum(np.searchsorted(exceptional, steps), len(exceptional) - 1)
+            found = exceptional[place] == steps
+            values[found] = rows[place[found]]
+        return values
+
+    def _index_frames(self, plan: Plan, episode: int, file: int, cache: RegisteredCache | None) -> None:
         """Note where the frames of a stretch are."""
-        stretch, count = plan.stretch, plan.num_episodes
-        starts = np.concatenate([[0], np.cumsum(stretch.lengths)])[: count + 1]
-        rows = starts[:-1] + (np.arange(count) if stretch.final == "own" else 0)
-        there = stretch.has_final()[:count]
-        here = slice(episode, episode + count)
+        stretch = plan.stretch
+        lengths = plan.lengths
+        rows = np.cumsum(lengths) - lengths
+        if stretch.final == "own":
+            rows += np.arange(len(rows))
+        here = slice(episode, episode + len(rows))
         for name in self.camera_names:
-            path = plan.description.roles.cameras[name]
-            source = self._source(plan, name, path, stretch.cameras[name], file, cache)
+            images = stretch.cameras[name]
+            source = self._source(plan, name, plan.description.roles.cameras[name], images, file, cache)
             index = self.cameras[name]
-            index.source[here], index.row[here] = source, rows
+            index.source[here] = source
+            index.row[here] = rows
             index.final_source[here] = source
-            index.final_row[here] = rows + stretch.lengths[:count] - ~there
+            # The row after the last step; the last frame once more if nothing was recorded after it.
+            index.final_row[here] = np.minimum(rows + lengths, images.num_rows - 1)
             if stretch.final == "next":
-                after = plan.description.roles.next_cameras[name]
-                index.final_source[here] = self._source(plan, name, after, stretch.next_cameras[name], file, cache)
-                index.final_row[here] = rows + stretch.lengths[:count] - 1
+                path = plan.description.roles.next_cameras[name]
+                index.final_source[here] = self._source(plan, name, path, stretch.next_cameras[name], file, cache)
+                index.final_row[here] = rows + lengths - 1
 
-    def _source(self, plan: Plan, camera: str, path: str, images: Images, file: int, cache: Any) -> int:
+    def _source(
+        self, plan: Plan, camera: str, path: str, images: Images, file: int, cache: RegisteredCache | None
+    ) -> int:
         where = f"{plan.stretch.group.strip('/')}/{path}".lstrip("/")
         kind = images.kind
         if self.channels.setdefault(camera, kind.channels) != kind.channels:
@@ -206,14 +246,15 @@ class Recordings:
             )
         self.sizes[camera].add((kind.height, kind.width))
         self.paths[camera].add(path)
-        source = None if cache is None else cache.source(where, images.num_rows)
-        if source is None:
-            if kind.reading not in self.readings[camera]:
-                warn_if_slow(plan.description.path, camera, kind)
-            self.readings[camera].add(kind.reading)
-            return self.frames.add(DatasetSource(file, where, kind, images.offset))
-        self.readings[camera].add("cache")
-        return self.frames.add(source)
+        recorded = DatasetSource(file, where, kind, images.offset)
+        cached = None if cache is None else cache.source(where, images, recorded)
+        if cached is not None:
+            self.readings[camera].add("cache")
+            return self.frames.add(cached)
+        if kind.reading not in self.readings[camera]:
+            warn_if_slow(plan.description.path, camera, kind)
+        self.readings[camera].add(kind.reading)
+        return self.frames.add(recorded)
 
     def locate(self, camera: str, episodes: NDArray[np.int64], numbers: NDArray[np.int64]) -> tuple[Any, Any]:
         """Return source and row of observations: number 0 to `n` of an episode of `n` steps."""
@@ -240,18 +281,18 @@ def load(
     *,
     cameras: Sequence[str] | None = None,
     num_episodes: int | None = None,
-    max_transitions: int | None = None,
+    num_transitions: int | None = None,
     image_size: int | None = None,
     cache: Any = True,
 ) -> Recordings:
     """Look into files, check them, and load their numbers.
 
     Args:
-        files: The files, in order.
+        files: The files, in order. Those after the limits are reached are not opened.
         fields: Which datasets are what; see `Fields`.
         cameras: Which cameras; all of the first file by default.
-        num_episodes: Load only so many.
-        max_transitions: Load no more than that, in whole episodes.
+        num_episodes: Load at most this many episodes.
+        num_transitions: Load at most this many transitions; the last episode may be cut.
         image_size: What frames will be resized to, to find a cache of that size.
         cache: Whether to look for caches beside the files, or the folder where they are.
 
@@ -261,31 +302,24 @@ def load(
         NonFiniteError: If a number is NaN or infinite.
     """
     plans: list[Plan] = []
-    episodes = transitions = left_out = 0
+    room = Room(num_episodes, num_transitions)
+    description = None
     for path in files:
-        if num_episodes is not None and episodes >= num_episodes:
+        if room.is_used_up():
+            room.left_out = True
             break
-        description = describe(path, fields)
-        names = tuple(description.roles.cameras) if cameras is None else tuple(cameras)
-        cameras = names
-        _check_like(description, plans[0].description if plans else description, names)
+        description = describe(path, fields, cameras=cameras, like=description)
+        if cameras is None:
+            cameras = tuple(description.roles.cameras)
+        first = plans[0].description if plans else description
+        _check_like(description, first, cameras)
         for stretch in description.stretches:
-            counts = stretch.transitions()
-            wanted = len(counts) if num_episodes is None else min(len(counts), num_episodes - episodes)
-            fitting = wanted
-            if max_transitions is not None:
-                fitting = int(np.searchsorted(np.cumsum(counts[:wanted]), max_transitions - transitions, "right"))
-                fitting = 0 if left_out else fitting
-            left_out += wanted - fitting
-            if fitting:
-                plans.append(Plan(description, stretch, fitting))
-                transitions += int(counts[:fitting].sum())
-                episodes += fitting
-    if not plans:
-        raise DatasetError(f"there is no episode to load: at most {max_transitions} transitions may be kept")
-    if left_out:
-        logger.warning("%d episodes were left out: no more than %s transitions may be kept", left_out, max_transitions)
-    return Recordings(plans, cameras or (), image_size, cache)
+            plan = room.plan(description, stretch)
+            if plan is not None:
+                plans.append(plan)
+    recordings = Recordings(plans, cameras or (), image_size, cache)
+    recordings.left_out = room.left_out
+    return recordings
 
 
 def _check_like(description: Description, first: Description, cameras: Sequence[str]) -> None:

@@ -29,12 +29,16 @@ class AsyncSampler(Generic[Batch_co]):
     * *Errors*: an exception of ``buffer.sample`` reaches `get_batch` after the batches before it, and every later call.
     * *Threads*: all methods are thread-safe. The thread ends with `stop`, at the end of a ``with`` block, when the
       sampler is garbage-collected (which does not wait for the batch in progress), and at interpreter exit.
+    * *Ranks*: the buffer decides what a rank draws; `MultimodalReplayBuffer` draws other batches in every rank.
     * *Fork*: a sampler does not work in a forked child process. Create another one there.
 
     Args:
         buffer: Where to draw from. Batches are reproducible only if nothing else draws from it.
         batch_size: Number of transitions in a batch.
         queue_size: Maximum number of batches to read ahead.
+
+    Attributes:
+        buffer: The buffer.
 
     Raises:
         ConfigurationError: If a size is not a positive integer.
@@ -52,12 +56,18 @@ class AsyncSampler(Generic[Batch_co]):
     """
 
     def __init__(self, buffer: Samples[Batch_co], batch_size: int, queue_size: int = 4) -> None:
+        self.buffer = buffer
         self._batch_size = require_count("batch_size", batch_size)
         self._queue_size = require_count("queue_size", queue_size)
         self._process = os.getpid()
         # Garbage collection does not wait for the batch in progress: it may run on a thread which that batch needs.
         self._prefetcher = Prefetcher(buffer.sample, owner=self, name="slipstream-sampler", drop_wait_s=0.0)
         self._order_up_to(self._queue_size)
+
+    @property
+    def running(self) -> bool:
+        """Whether batches are still drawn: False after `stop`, after an exception of the buffer, and after a fork."""
+        return not self._prefetcher.has_ended and os.getpid() == self._process
 
     def get_batch(self, timeout_s: float | None = None) -> Batch_co:
         """Return the next batch; blocks until it is ready.

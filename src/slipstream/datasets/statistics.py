@@ -1,4 +1,4 @@
-"""Mean and spread of values that come in parts."""
+"""Mean and standard deviation of values that arrive in parts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from slipstream.errors import ConfigurationError
 
 _LEAST_STD = 1e-6
 _BLOCK_ROWS = 1 << 16
@@ -34,17 +36,31 @@ class Statistics:
         return cls(0, np.zeros(width), np.zeros(width), np.full(width, np.inf), np.full(width, -np.inf))
 
     def update(self, values: NDArray[Any], count: NDArray[np.bool_] | None = None) -> Statistics:
-        """Return those of all values so far and more, ``[rows, width]``; memory is that of a block of rows.
+        """Return the statistics of all values so far and more, ``[rows, width]``; needs memory for one block of rows.
 
         Args:
             values: The values.
-            count: Which rows count; all by default.
+            count: Mask of the rows that count; all by default.
+
+        Raises:
+            ConfigurationError: If the rows have another width, or the mask is not one bool per row.
         """
+        if values.ndim != 2 or values.shape[1] != len(self.center):
+            raise ConfigurationError(
+                f"the values have shape {list(values.shape)}, expected [rows, {len(self.center)}] as before"
+            )
+        # Numbers would select rows by index, and count some of them twice.
+        if count is not None and (count.dtype != bool or count.shape != (len(values),)):
+            raise ConfigurationError(
+                f"the mask is {count.dtype}{list(count.shape)}, expected bool[{len(values)}], one per row"
+            )
         result = self
         for start in range(0, len(values), _BLOCK_ROWS):
             block = values[start : start + _BLOCK_ROWS]
-            block = block if count is None else block[count[start : start + _BLOCK_ROWS]]
-            result = result._with(block.astype(np.float64)) if len(block) else result
+            if count is not None:
+                block = block[count[start : start + _BLOCK_ROWS]]
+            if len(block):
+                result = result._with(block.astype(np.float64))
         return result
 
     def _with(self, block: NDArray[np.float64]) -> Statistics:

@@ -19,6 +19,7 @@ R = TypeVar("R")
 
 
 _broken = False  # one failure in a process is enough to know
+_is_announced = False  # one message for all functions of the simulation
 
 
 def maybe_compiled(
@@ -39,8 +40,26 @@ def maybe_compiled(
     if mode == "false" or (mode == "auto" and num_envs < WORTHWHILE_ENVS):
         return function
     if mode == "true":
-        return torch.compile(function, dynamic=dynamic)
+        return _announced(torch.compile(function, dynamic=dynamic))
     return _with_fallback(function, dynamic)
+
+
+def _announced(compiled: Callable[P, R]) -> Callable[P, R]:
+    """Return a compiled function that announces its first call."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        _announce()
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+def _announce() -> None:
+    """Log that the compiler runs, because it is silent. Compiled code is cached, so later trainings start sooner."""
+    global _is_announced  # noqa: PLW0603 - the functions of a process are compiled one after another
+    if not _is_announced:
+        _is_announced = True
+        logger.info("compiling the simulation, about 90 s the first time; env.compile=false trains without")
 
 
 def _with_fallback(function: Callable[P, R], dynamic: bool) -> Callable[P, R]:
@@ -51,6 +70,7 @@ def _with_fallback(function: Callable[P, R], dynamic: bool) -> Callable[P, R]:
         global _broken  # noqa: PLW0603 - a compiler is broken for the whole process
         if _broken:
             return function(*args, **kwargs)
+        _announce()
         try:
             compiled = compiled or torch.compile(function, dynamic=dynamic)
             return compiled(*args, **kwargs)

@@ -42,7 +42,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     What it returns is never its own memory. Environments that are done fly on until reset; a partial reset (the
     ``_reset`` key) leaves all others, and the moving obstacles, as they are. The generators are its own, so the global
-    seed does not matter. `state_dict` is all it takes to go on exactly, bit for bit on the CPU.
+    seed does not matter. `state_dict` is all it takes to continue exactly, bit for bit on the CPU.
 
     Args:
         config: World, drones and rules.
@@ -53,7 +53,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         simulation: What the environment is a view of: map, obstacles, drones.
 
     Raises:
-        ConfigurationError: If the map cannot hold as many boxes as asked for.
+        ConfigurationError: If the map cannot hold the requested number of boxes.
         ImportError: If TorchRL is not installed.
 
     Example:
@@ -91,7 +91,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self.simulation.load_state_dict(state_dict)
 
     def to(self, device: torch.device | str) -> Self:
-        """Move to another device and go on from the same state."""
+        """Move to another device, and keep the state."""
         if torch.device(device) != self.simulation.device:
             state = self.simulation.state_dict()
             self.simulation = Simulation(self.config, device, self.simulation.maps)

@@ -81,7 +81,7 @@ class NavigationVectorEnv(VectorEnv[Observations, Array, Array]):
         """Begin new episodes everywhere, with the moving obstacles at their origins.
 
         Args:
-            seed: Of starts, goals and the ways of obstacles; without it, the random numbers go on.
+            seed: Of starts, goals and the ways of obstacles; without it, the generators continue.
             options: Not used.
 
         Returns:

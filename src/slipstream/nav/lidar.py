@@ -214,7 +214,7 @@ class Lidar:
         return x.reciprocal(), y.reciprocal()
 
     def _to_ground(self, z: torch.Tensor) -> torch.Tensor:
-        """Return the distances along all rays if there were no boxes, at most the range, in a tensor of their own."""
+        """Return the distances along all rays if there were no boxes, at most the range, in a new tensor."""
         distances = z.new_full((len(z), self._beams, len(self._tangents)), self.range_m)
         for pitch, (tangent, secant) in enumerate(zip(self._tangents, self._secants, strict=True)):
             if tangent < 0:

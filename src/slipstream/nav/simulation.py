@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from slipstream.devices import resolve_device
 from slipstream.errors import ConfigurationError, StateMismatchError
 from slipstream.nav.compile import maybe_compiled
 from slipstream.nav.config import NavigationConfig
@@ -91,7 +92,7 @@ class Simulation:
         boxes: StaticMap | Sequence[StaticMap] | None = None,
     ) -> None:
         self.config = config
-        self.device = torch.device(device)
+        self.device = resolve_device(device)
         self.collision_penalty = config.collision_penalty
         self.maps = [one.to(self.device) for one in _make_maps(config, boxes)]
         self.map_index: torch.Tensor | None = None

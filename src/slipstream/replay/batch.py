@@ -278,7 +278,10 @@ def _stack_tensors(*tensors: Any) -> torch.Tensor:
 def _shape(axes: Iterable[int], dims: int) -> tuple[int, ...]:
     shape = tuple(axes)
     if len(shape) < dims:
-        raise ReplayError(f"a batch of shape {list(shape)} was given to a storage with ndim={dims}")
+        raise ReplayError(
+            f"a batch of shape {list(shape)} was given to a storage with ndim={dims}, expected at least {dims} axes, "
+            "such as [environments, time]: add the missing axes, or use ndim=1"
+        )
     return shape[:dims]
 
 

@@ -287,7 +287,7 @@ class FoundRows:
         # An image is alone in its column, and is not asked for twice.
         if self._together is None:
             return leaf.read(self._log.fetch(self._apart[after]))
-        # Two threads may both decode this. That is correct, and a lock could be held for ever in a forked child.
+        # Two threads may both decode this. That is correct, and a lock could be held forever in a forked child.
         halves = self._halves or self._read_together(self._together, self._log)
         self._halves = halves
         return leaf.read(halves[after])

@@ -242,12 +242,19 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
 
         ``raw_bytes`` is what a ``LazyTensorStorage`` would take for as many steps, `next` included. Python objects,
         such as text, are not counted.
+
+        ``held_bytes`` is all memory of the storage. It has two parts: ``stored_bytes`` grows with the steps, and
+        ``preallocated_bytes`` is allocated with the first batch for `max_size` steps: tables, and leaves that are not
+        packed. ``compression_ratio`` counts the preallocated memory of the slots that are in use, so that a storage
+        that is almost empty has the ratio of a full one.
         """
         with self.steps.lock:
             steps = self.steps
             raw = steps.schema.step_bytes * len(self)
-            index = steps.table_bytes + self.run_table.nbytes + self.objects.nbytes
-            held = steps.held_bytes + steps.open_bytes + steps.raw_bytes + index
+            tables = steps.table_bytes + self.run_table.nbytes
+            preallocated = steps.raw_bytes + tables
+            stored = steps.held_bytes + steps.open_bytes + self.objects.nbytes
+            in_use = stored + preallocated * len(self) / self.max_size
             asked = steps.cache.hits + steps.cache.misses
             return {
                 "num_steps": len(self),
@@ -256,9 +263,11 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
                 "packed_bytes": steps.packed_bytes,
                 "tail_bytes": steps.open_bytes,
                 "column_bytes": steps.raw_bytes,
-                "index_bytes": index,
-                "held_bytes": held,
-                "compression_ratio": raw / held if held else 1.0,
+                "index_bytes": tables + self.objects.nbytes,
+                "stored_bytes": stored,
+                "preallocated_bytes": preallocated,
+                "held_bytes": stored + preallocated,
+                "compression_ratio": raw / in_use if in_use else 1.0,
                 "cache_hits": steps.cache.hits,
                 "cache_misses": steps.cache.misses,
                 "hit_rate": steps.cache.hits / asked if asked else 0.0,
@@ -326,5 +335,6 @@ class TorchRLContract(TensorStorage):  # type: ignore[misc, unused-ignore]
         self._last_cursor = cursor
 
     def __repr__(self) -> str:
-        held = format_bytes(self.get_stats()["held_bytes"])
+        stats = self.get_stats()
+        held = f"{format_bytes(stats['stored_bytes'])} + {format_bytes(stats['preallocated_bytes'])} preallocated"
         return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, len={len(self)}, holds={held})"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.devices import resolve_device
 from slipstream.errors import ConfigurationError, ReplayError, StateMismatchError
 from slipstream.replay.episode_state import RestoredEpisodes
 from slipstream.replay.episodes import Batch, EpisodeStore
@@ -58,9 +59,7 @@ class DictReplayBuffer:
         if isinstance(keys, str) or not keys or len(set(keys)) != len(keys):
             raise ConfigurationError(f"keys are {keys!r}, expected different names, one at least")
         self.keys = tuple(keys)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
+        self.device = resolve_device(device)
         self._new_store = functools.partial(
             EpisodeStore, max_size, max_bytes, jpeg=jpeg, pack_images=img_compressed, seed=seed
         )

@@ -1,6 +1,6 @@
 """Locks across `os.fork`.
 
-A child that is forked while another thread holds a lock would wait for it for ever. So tables are locked while the
+A child that is forked while another thread holds a lock would wait for it forever. So tables are locked while the
 process forks, which makes them complete in the child, and the child gets new locks.
 """
 

@@ -91,7 +91,7 @@ class UnitCache:
                 self.nbytes -= len(self._units.popitem(last=False)[1])
 
     def renew_lock(self) -> None:
-        """Replace the lock, which a thread of the parent may hold for ever in a forked child."""
+        """Replace the lock, which a thread of the parent may hold forever in a forked child."""
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -144,7 +144,7 @@ def split_stacks(payloads: Sequence[bytes | memoryview], segment: NDArray[np.int
 
     used = np.unique(segment)
     if (end_of(used, frames[used] - 1) != np.array([len(payloads[number]) for number in used.tolist()])).any():
-        raise CodecError("a segment of stacks is cut off, or goes on after its end")
+        raise CodecError("a segment of stacks is cut off, or continues after its end")
     before = np.cumsum(frames) - frames
     distinct, index = np.unique((before[segment] + first)[:, None] + np.arange(count), return_inverse=True)
     owner = np.searchsorted(before, distinct, "right") - 1

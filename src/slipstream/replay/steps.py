@@ -98,7 +98,7 @@ class Steps:
         forks.register(self)
 
     def renew_locks(self) -> None:
-        """Make new locks: threads of the parent may hold the old ones for ever in a forked child."""
+        """Make new locks: threads of the parent may hold the old ones forever in a forked child."""
         self.lock = threading.RLock()
         self.changing = Uninterrupted(self.lock)
         self.writing = threading.RLock()

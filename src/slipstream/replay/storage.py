@@ -25,6 +25,7 @@ except ImportError as error:
     raise ImportError(f"PackedEpisodeStorage needs torchrl: {install_hint('train')}") from error
 
 from slipstream.compiling import untraced
+from slipstream.devices import resolve_device
 from slipstream.errors import OutOfRangeError, ReplayError
 from slipstream.lazy.views import makes_view
 from slipstream.replay.batch import Batch, Layout, split, stack_steps, with_time
@@ -112,7 +113,9 @@ class PackedEpisodeStorage(TorchRLContract):
         Storage.__init__(self, require_count("max_size", max_size))
         self.ndim = require_count("ndim", ndim)
         self._follows_device = device == "auto"
-        self.device = torch.device("cpu" if self._follows_device else device)
+        self.device = torch.device("cpu")
+        if not self._follows_device:
+            self.device = resolve_device(device)
         self.roles = Roles(as_key(end_key), as_key(id_key))
         self.steps = Steps(0, Packing(jpeg, images=pack_images), cache_bytes=cache_bytes, threads=threads)
         self.capacity = max_size

@@ -9,7 +9,7 @@ class IndependentBeta:
     """Beta distributions of the last axis, taken together as one of vectors.
 
     Both concentrations are expected above 1, so that the density is zero at both ends and has one peak. Samples, and
-    values whose probability is asked for, are kept off the very ends by the precision of their dtype: rounding can take
+    values whose probability is requested, are kept off the very ends by the precision of their dtype: rounding can take
     a sample there, and its log-probability would be infinite.
 
     Args:

@@ -50,7 +50,7 @@ class Tree:
     num_long_scalars: int = 0
 
     def select_keys(self, keys: Keys) -> Tree:
-        """Return the branches whose keys were asked for. See `slipstream.schema.structure.select_keys`."""
+        """Return the branches whose keys were requested. See `slipstream.schema.structure.select_keys`."""
         structure = select_keys(self.structure, keys, self.objects)
         # The nodes themselves are kept, so their identity tells which leaves are left.
         leaf_of_node = {id(node): leaf for (_, node), leaf in zip(self.nodes, self.leaves, strict=True)}

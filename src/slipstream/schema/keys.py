@@ -27,13 +27,13 @@ _MAX_LISTED = 10
 
 @dataclass(frozen=True)
 class Selection:
-    """Which keys of one structure were asked for.
+    """Which keys of one structure were requested.
 
     Attributes:
         names: Names that keys of the structure have literally.
         patterns: Patterns, for names that no key has literally.
         paths: Exact paths, each as `_exact` returns it.
-        missing: What was asked for, but matches no key.
+        missing: What was requested, but matches no key.
     """
 
     names: frozenset[str]
@@ -42,7 +42,7 @@ class Selection:
     missing: tuple[str | Key, ...]
 
     def matches(self, key: Key) -> bool:
-        """Return whether a key was asked for by itself; what is below it counts only if it matches too."""
+        """Return whether a key itself was requested; what is below it counts only if it matches too."""
         if self.paths and _exact(key) in self.paths:
             return True
         name = name_of(key)
@@ -119,7 +119,7 @@ def missing_error(structure: Json, missing: Iterable[str | Key], objects: Sequen
 
 def _as_list(keys: Keys) -> list[str | Key]:
     """Return the keys that a user asks for as a list."""
-    # A string is a collection of letters, which nobody means.
+    # A string is a collection of letters, which is never meant.
     if isinstance(keys, str):
         return [keys]
     if not isinstance(keys, Iterable):

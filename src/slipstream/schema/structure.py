@@ -80,7 +80,7 @@ def leaves_of(structure: Json, key: Key = ()) -> Iterator[tuple[Leaf, Json]]:
 
 
 def select_keys(structure: Json, keys: Keys, objects: Sequence[Any] = ()) -> Json:
-    """Return the branches of a structure whose keys were asked for, each with everything below it.
+    """Return the branches of a structure whose keys were requested, each with everything below it.
 
     Containers keep their type; lists and tuples keep only the selected items, in order. The nodes of the branches are
     the same objects as in `structure`, not copies.

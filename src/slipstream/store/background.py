@@ -296,7 +296,7 @@ class Background:
         return True
 
     def _log_failures(self) -> None:
-        """Log the failures that nobody has noticed."""
+        """Log the failures that were not noticed."""
         while self._failed:
             outcome = self._failed.popleft()
             if not outcome.is_noticed:

@@ -135,7 +135,7 @@ class LocalStore:
             for file_name in file_names:
                 name = Path(folder, file_name).relative_to(root).as_posix()
                 # Skip what is not an object: temporary files, names that are not Unicode, links that lead out of the
-                # folder (all ValueError), and files that were deleted in the meantime (OSError).
+                # folder (all ValueError), and files that were deleted meanwhile (OSError).
                 with contextlib.suppress(ValueError, OSError):
                     status = self._inside(name, follow=True).stat()
                     if name.startswith(prefix) and stat.S_ISREG(status.st_mode):

@@ -317,7 +317,7 @@ def sweep(folder: str | os.PathLike[str]) -> list[Path]:
     """
     swept = []
     for path in Path(folder).glob(f"{RESERVED_PREFIX}*{_SUFFIX}"):
-        # Any error means: not ours to delete, deleted in the meantime, or on a file system without locks.
+        # Any error means: not ours to delete, deleted meanwhile, or on a file system without locks.
         with (
             contextlib.suppress(OSError),
             open_private(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, LockableFile) as file,

@@ -69,7 +69,7 @@ def open_private(path: Path, flags: int, make_file: Callable[[int], _File]) -> _
 
 
 def try_lock(file: io.FileIO) -> bool:
-    """Lock an open file without waiting; returns False if somebody else holds the lock.
+    """Lock an open file without waiting; returns False if another process holds the lock.
 
     Raises:
         OSError: If the file system has no locks.
@@ -136,7 +136,7 @@ class FileLock:
             time.sleep(_POLL_S)
 
     def _try_acquire(self) -> bool:
-        """Lock the file unless somebody else has; leaves a note for those who wait."""
+        """Lock the file unless another process has; leaves a note for those who wait."""
         file = open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, LockableFile)
         acquired = False
         try:

@@ -183,7 +183,7 @@ class Worker:
             logger.exception("%s: a background job failed while another error was being raised", self.name)
 
     def add_failure(self, outcome: Outcome) -> None:
-        """Remember a failure until somebody notices it. Called by the background."""
+        """Remember a failure until it is noticed. Called by the background."""
         self._failed.append((os.getpid(), outcome))
 
     def _reserved(self) -> list[Job]:
@@ -259,7 +259,7 @@ class Worker:
         return RuntimeError(f"{self.name}: the worker is closed and accepts no more jobs")
 
     def _raise_failure(self) -> None:
-        """Raise the first failure that nobody has noticed; log the others."""
+        """Raise the first failure that was not noticed; log the others."""
         unnoticed = []
         for entry in self._failed.copy():
             process, outcome = entry

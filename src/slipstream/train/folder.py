@@ -19,6 +19,7 @@ from slipstream.train.changes import Change
 from slipstream.train.settings import TrainSettings, load_yaml, to_yaml
 
 LAST = "last"
+CONFIG = "config.yaml"
 FINAL = "final"  # name of the evaluation at the end of a training
 
 
@@ -33,7 +34,7 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.config = self.path / "config.yaml"
+        self.config = self.path / CONFIG
         self.changes = self.path / "changes.jsonl"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
@@ -62,7 +63,7 @@ class RunFolder:
         if not self.path.is_dir():
             raise ConfigurationError(f"{self.path} is not a folder, expected the folder of a run")
         if not self.config.is_file():
-            raise ConfigurationError(f"{self.path} has no config.yaml, so it is not the folder of a run")
+            raise ConfigurationError(f"{self.path} has no {CONFIG}, so it is not the folder of a run")
         return load_yaml(self.config)
 
     def require_restored(self, iteration: int) -> None:

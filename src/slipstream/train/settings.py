@@ -342,9 +342,23 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         problem = f"{culprit!r} is not an override" if culprit else _first_line(error)
         raise ConfigurationError(f"{problem}, expected key=value such as env.num_envs=256") from error
     for override in parsed:
-        if override.is_add() or override.is_delete() or override.is_sweep_override():
-            raise ConfigurationError(f"{override.input_line!r} adds, deletes or sweeps, expected key=value")
+        _require_supported(override)
     return parsed
+
+
+def _require_supported(override: Override) -> None:
+    """Refuse what Hydra's command line can do besides setting a value."""
+    text = override.input_line
+    if override.is_sweep_override():
+        raise ConfigurationError(
+            f"{text!r} is a sweep, which is not supported: start one training for each value, expected key=value"
+        )
+    if override.is_add() or override.is_delete():
+        raise ConfigurationError(f"{text!r} adds or deletes a setting, expected key=value")
+    if override.key_or_group.split(".")[0].split("/")[0] == "hydra":
+        raise ConfigurationError(
+            f"{text!r} configures Hydra itself, which is not supported: run_dir= and name= choose the folder of a run"
+        )
 
 
 def _check_known(override: Override, known: DictConfig) -> None:

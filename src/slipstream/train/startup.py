@@ -12,9 +12,9 @@ import torch
 from slipstream.dist.threads import local_world_size, numerics
 from slipstream.errors import ConfigurationError
 from slipstream.rollout.storage import RolloutStorage
-from slipstream.text import format_bytes
+from slipstream.text import alternatives, format_bytes, plural
 from slipstream.threads import usable_cores
-from slipstream.train.folder import LAST, RunFolder, find_run, follow_link
+from slipstream.train.folder import CONFIG, LAST, RunFolder, find_run, follow_link
 from slipstream.train.loggers import new_run_id
 from slipstream.train.settings import TrainSettings, compose_settings, override_settings, parse_overrides
 
@@ -44,7 +44,7 @@ def prepare_process(num_threads: int = 0) -> list[str]:
     cores = usable_cores()
     threads = num_threads or cores
     torch.set_num_threads(threads)
-    lines = [f"{threads} threads on {cores} cores"]
+    lines = [f"{plural(threads, 'thread')} on {plural(cores, 'CPU core')}"]
     if torch.set_flush_denormal(True):
         lines.append("denormal numbers flushed to zero")
     if _keep_freed_memory():
@@ -76,9 +76,9 @@ def _keep_freed_memory() -> bool:
 def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
     """Find the run that a command line refers to. Writes nothing.
 
-    ``resume=FOLDER`` resumes that run with its settings, of which single ones may be overridden. ``resume=auto``
-    resumes the run of the given name if it exists, and starts it otherwise. A run that was killed before its first
-    checkpoint starts over.
+    ``resume=FOLDER``, or ``resume=NAME`` for a run in ``run_dir``, resumes that run with its settings, of which single
+    ones may be overridden. ``resume=last`` resumes the newest one. ``resume=auto`` resumes the run of the given name if
+    it exists, and starts it otherwise. A run that was killed before its first checkpoint starts over.
 
     `Trainer.restore` compares the settings with those of the checkpoint and refuses those that must not change.
 
@@ -92,18 +92,12 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
         ConfigurationError: If the settings are invalid, if there is no such run, or if a new run has the name of an
             existing one.
     """
-    given = {override.key_or_group: override for override in parse_overrides(overrides)}
-    resume = None
-    if "resume" in given:
-        resume = given["resume"].value()
-    if resume is None or resume == "auto":
+    folder = _resumed_folder(overrides)
+    if folder is None:
         settings = compose_settings(overrides)
         folder = _find_by_name(settings)
     else:
-        folder = RunFolder(follow_link(Path(str(resume)).expanduser()))
-        others = [override.input_line or "" for key, override in given.items() if key != "resume"]
-        settings = override_settings(folder.settings(), others)
-        _require_same_place(settings, folder, given)
+        settings = _resumed_settings(overrides, folder)
     settings.resume = None
     # The folder may have been renamed since. A copy of runs/last may even have the name of the link.
     if folder.name != LAST:
@@ -111,6 +105,52 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
     if settings.wandb.mode != "disabled" and settings.wandb.run_id is None:
         settings.wandb.run_id = new_run_id()
     return settings, folder, folder.has_checkpoint()
+
+
+def resolve_settings(overrides: Sequence[str]) -> TrainSettings:
+    """Return the settings that a command line results in: those of the run that it resumes, or new ones.
+
+    Args:
+        overrides: The command line.
+
+    Raises:
+        ConfigurationError: If the settings are invalid, or if there is no such run.
+    """
+    folder = _resumed_folder(overrides)
+    if folder is None:
+        return compose_settings(overrides)
+    return _resumed_settings(overrides, folder)
+
+
+def _resumed_folder(overrides: Sequence[str]) -> RunFolder | None:
+    """Return the folder that ``resume=`` names; None without it, or for ``resume=auto``, which depends on the name."""
+    given = {override.key_or_group: override.value() for override in parse_overrides(overrides)}
+    resume = given.get("resume")
+    if resume is None or resume == "auto":
+        return None
+    path = Path(str(resume)).expanduser()
+    places = [path]
+    # A name is looked up where runs are. It must not refer to another folder that happens to have the same name.
+    if path.name == str(resume):
+        run_dir = given.get("run_dir", compose_settings().run_dir)
+        places.append(Path(str(run_dir)).expanduser() / path)
+    for place in places:
+        if (place / CONFIG).is_file():
+            return RunFolder(follow_link(place))
+    for place in places:
+        if place.is_dir():
+            # What is missing there is reported by the folder.
+            return RunFolder(follow_link(place))
+    raise ConfigurationError(f"resume={resume}: there is no such run, expected a folder {alternatives(places)}")
+
+
+def _resumed_settings(overrides: Sequence[str], folder: RunFolder) -> TrainSettings:
+    """Return the settings of a run, with those of the command line in their place."""
+    given = {override.key_or_group: override for override in parse_overrides(overrides)}
+    others = [override.input_line or "" for key, override in given.items() if key != "resume"]
+    settings = override_settings(folder.settings(), others)
+    _require_same_place(settings, folder, given)
+    return settings
 
 
 def _find_by_name(settings: TrainSettings) -> RunFolder:

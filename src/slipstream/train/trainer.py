@@ -162,7 +162,10 @@ class Trainer:
             # Its files must not claim settings that nothing was trained with.
             if self.ranks.is_first:
                 logger.warning(
-                    "%s is complete since iteration %d: nothing is trained", self.folder.path, self.iteration
+                    "%s is already finished, after iteration %d: nothing is trained. To train longer, set a larger "
+                    "max_frame_num",
+                    self.folder.path,
+                    self.iteration,
                 )
             return None
         self.ranks.first(self._forget_later)

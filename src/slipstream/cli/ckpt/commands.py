@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of *.slip.", show_default=False)
+        Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of *.slip, or a run.", show_default=False)
     ],
     *,
     json: JsonOption = False,
@@ -31,6 +31,7 @@ def inspect(
     from slipstream.cli.ckpt.tables import show_checkpoint, show_folder
     from slipstream.cli.output import print_json
 
+    path = _locate(path)
     if not path.is_dir():
         listing = inspect_checkpoint(path)
         if json:
@@ -50,7 +51,7 @@ def inspect(
 
 def verify(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of *.slip.", show_default=False)
+        Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of *.slip, or a run.", show_default=False)
     ],
     *,
     json: JsonOption = False,
@@ -60,6 +61,7 @@ def verify(
     from slipstream.cli.ckpt.tables import describe_verification, showing_progress
     from slipstream.cli.output import print_json, print_lines
 
+    path = _locate(path)
     # Print when the progress bar is gone: it redraws the line that it is on.
     with showing_progress() as progress:
         results: list[Verification] = []
@@ -166,6 +168,19 @@ def prune(
         return
     steps = ", ".join(map(str, deleted))
     print_lines(f"{folder}: {verb} {len(deleted)} of {plural(num_checkpoints, 'checkpoint')}: {steps}")
+
+
+def _locate(path: Path) -> Path:
+    """Return what is meant by a path: the checkpoints of a run, or the file that was saved under a name."""
+    # A run of `slipstream train`.
+    inside = path / "checkpoints"
+    if inside.is_dir() and not any(path.glob("*.slip")):
+        return inside
+    # Compressed files have the name that they were saved under, and a suffix.
+    packed = path.with_name(f"{path.name}.lz4")
+    if not path.exists() and packed.is_file():
+        return packed
+    return path
 
 
 def _parse_best(text: str) -> tuple[str, Literal["min", "max"]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from slipstream.cli.output import console, plain, print_folding, print_lines
 from slipstream.text import format_bytes, format_ratio, plural
 
 # Longer ones are cut off, so that tables fit into 80 columns. JSON has all of them.
-_MAX_METRICS = 22
+_MAX_METRICS = 23
 _MAX_PARENTS = 3
 
 
@@ -185,7 +186,12 @@ def _shown_metrics(metrics: Any) -> str:
     if not isinstance(metrics, dict):
         return ""
     words = []
-    for name, value in metrics.items():
+    for key, value in metrics.items():
+        # What is long, such as the settings of a training, is in the JSON.
+        if isinstance(value, dict | list):
+            continue
+        # The last part of train/stats.reach_goal says what it is.
+        name = re.split(r"[/.]", key)[-1]
         # Four digits tell checkpoints apart, and leave room for another metric.
         if isinstance(value, float):
             words.append(f"{name} {value:.4g}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from slipstream.cli.data.ingest import ingest
 from slipstream.cli.data.inspect import inspect
-from slipstream.cli.data.repack import repack
 from slipstream.cli.groups import command_group
 
 app = command_group(
@@ -16,7 +15,6 @@ app = command_group(
     "Look into recorded datasets (HDF5), and make them fast to read.",
     {
         inspect: "inspect demos.hdf5",
-        repack: "repack demos.hdf5 fast.hdf5 --compression lz4",
         ingest: "ingest demos.hdf5 --image-size 224",
     },
 )

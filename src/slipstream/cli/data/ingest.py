@@ -25,10 +25,14 @@ def ingest(
     action: ActionOption = None,
     episodes: EpisodesOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace caches that are still fresh.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare contents and checksums, whatever the times of files say.")
+    ] = False,
 ) -> None:
     """Store the frames of files resized, once, so that training reads them at the speed of a copy.
 
-    Run it again after an interruption, and it continues. A cache is used automatically until its file changes.
+    Run it again after an interruption, and it continues. A cache is used automatically until its file changes; it keeps
+    the cameras that it has when others are added.
     """
     from slipstream.cli.output import print_lines
     from slipstream.datasets.ingest import ingest as store
@@ -42,9 +46,11 @@ def ingest(
                 file,
                 image_size,
                 fields=fields,
+                cameras=list(fields.cameras) if fields.cameras else None,
                 folder=folder,
                 compress=compress,
                 overwrite=overwrite,
+                verify=verify,
                 progress=progress,
             )
         what = f"{done.new_frames} of {done.num_frames} frames are new" if done.new_frames else "was fresh already"

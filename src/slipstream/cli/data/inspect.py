@@ -39,7 +39,7 @@ def inspect(
     Paths begin at the group of an episode, or at the root of a file without such groups.
     """
     from slipstream.cli.output import print_json
-    from slipstream.datasets.schema import describe
+    from slipstream.datasets.describe import describe
 
     found = describe(file, fields_of(camera, joint, action, reward, terminal, episodes))
     print_json(found.to_json() | {"caches": _caches(file)}) if json else _show(found)
@@ -71,17 +71,16 @@ def _show(found: Description) -> None:
 
 def _caches(file: Path) -> list[str]:
     """Say which caches there are beside a file, and whether they would be used."""
-    from slipstream.datasets.cache import FrameCache, is_fresh
+    from slipstream.datasets.cache import FrameCache, describe_state
     from slipstream.errors import SlipstreamError
 
     found = []
     for path in sorted(file.absolute().parent.glob(f"{_escape(file.name)}.*px.frames")):
         try:
             cache = FrameCache(path)
-            state = "fresh" if is_fresh(cache.header, file) else "stale"
-            found.append(f"{path.name}, {cache.header.num_frames} frames, {state}")
+            found.append(f"{path.name}, {cache.header.num_frames} frames, {describe_state(cache, file)}")
         except (SlipstreamError, OSError) as error:
-            found.append(f"{path.name}, not sound: {error}")
+            found.append(f"{path.name}, cannot be used: {error}")
     return found
 
 

@@ -47,7 +47,7 @@ def fields_of(
         if not name or not equals or not path:
             raise ConfigurationError(f"--camera is {text!r}, expected a name and a path such as left=obs/left_cam")
         cameras[name] = path
-    return Fields(cameras, tuple(joint or ()) or None, action, reward, terminal, episodes=episodes)
+    return Fields(cameras or None, tuple(joint or ()) or None, action, reward, terminal, episodes=episodes)
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ def test_without_next_observations_the_last_step_counts_only_if_it_was_terminal(
             del file[f"data/demo_{number}/dones"]
     found = describe(path)
     assert (found.num_steps, found.num_transitions) == (15, 12)
-    assert any("3 last steps were cut off" in note for note in found.notes)
+    assert any("3 final steps have no next observation" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("jpeg", [False, True])
@@ -107,13 +107,43 @@ def test_minari_episodes_have_a_last_observation_of_their_own(tmp_path, jpeg):
     assert any("HDF5 only" in note for note in found.notes) == jpeg
 
 
-def test_d4rl_episodes_end_at_flags_and_where_the_next_observation_is_not_what_follows(tmp_path):
+def test_d4rl_episodes_end_at_flags_if_timeouts_are_recorded(tmp_path):
     found = describe(write_d4rl(tmp_path / "d.hdf5"))
     assert found.layout == "D4RL"
-    assert found.stretches[0].lengths.tolist() == [10, 10, 5, 5]
-    assert found.stretches[0].cut.tolist() == [False, True, True, True]
+    assert found.stretches[0].lengths.tolist() == [10, 10, 10]
+    assert found.stretches[0].cut.tolist() == [False, True, True]
     assert found.num_transitions == 30
+    assert any("the next observation of 1 step differs" in note for note in found.notes)
+
+
+def test_d4rl_episodes_without_timeouts_end_where_the_next_observation_is_not_what_follows(tmp_path):
+    path = write_d4rl(tmp_path / "d.hdf5", timeouts=())
+    with h5py.File(path, "a") as file:
+        del file["timeouts"]
+    found = describe(path)
+    assert found.stretches[0].lengths.tolist() == [10, 15, 5]
     assert "1 episodes end without a flag: the next observation is not what follows" in found.notes
+
+
+def test_links_between_steps_are_compared_at_the_coarser_precision(tmp_path):
+    path = write_d4rl(tmp_path / "d.hdf5", timeouts=())
+    with h5py.File(path, "a") as file:
+        del file["timeouts"]
+        for name, dtype in (("observations", "f4"), ("next_observations", "f8")):
+            values = file[name][()]
+            del file[name]
+            file[name] = (values / 3).astype(dtype)
+    assert describe(path).stretches[0].lengths.tolist() == [10, 15, 5]
+
+
+def test_shuffled_transitions_are_rejected(tmp_path):
+    path = write_d4rl(tmp_path / "d.hdf5")
+    with h5py.File(path, "a") as file:
+        order = np.random.default_rng(3).permutation(30)
+        for name in ("observations", "next_observations"):
+            file[name][...] = file[name][()][order]
+    with pytest.raises(DatasetError, match=r"/next_observations does not continue .* of 27 steps: the rows are not in"):
+        describe(path)
 
 
 def test_maniskill_flags_within_an_episode_end_nothing(tmp_path):
@@ -156,7 +186,7 @@ def test_episodes_of_layout_a_may_each_have_their_last_observation(tmp_path):
 
 def test_chunks_of_many_frames_are_named_with_what_to_do(tmp_path):
     found = describe(write_a(tmp_path / "c.hdf5", chunks=(16, 20, 24, 3), compression="gzip"))
-    assert any("left decodes 16 times its size; `slipstream data repack`" in note for note in found.notes)
+    assert any("left decodes 16 times its size; `slipstream data ingest`" in note for note in found.notes)
     assert found.rows[0].storage == "chunks 16x20x24x3 gzip"
 
 
@@ -179,7 +209,7 @@ def test_names_sort_by_their_numbers(numbers):
     [
         ("robosuite_lift.hdf5", "robomimic", 1, 412, 411),
         ("robosuite_four_demos.hdf5", "robomimic", 4, 1950, 1946),
-        ("maniskill_fmb_assembly1.h5", "ManiSkill", 1, 812, 812),
+        ("maniskill_fmb_assembly1.h5", "ManiSkill", 1, 812, 811),
     ],
 )
 def test_recordings_that_nobody_here_made_are_recognised(name, layout, episodes, steps, transitions):
@@ -308,7 +338,7 @@ def test_sizes_that_no_machine_has_are_refused_and_not_allocated(file_a, name):
         dtype = file[name].dtype
         del file[name]
         file.create_dataset(name, shape, dtype, chunks=(1, 7) if name == "actions" else (1, 8, 8, 3))
-    with pytest.raises(DatasetError, match="claims 35184372088832 steps|images or chunks of more than 1024 MiB"):
+    with pytest.raises(DatasetError, match="claims 35184372088832 rows|images or chunks of more than 1024 MiB"):
         describe(file_a)
 
 

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import h5py
+import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.datasets.identity import Identity
+from slipstream.datasets.opening import open_hdf5
 from slipstream.errors import DatasetError
 from slipstream.store.local import open_descriptor
 from slipstream.threads import parallel_each
@@ -118,7 +121,7 @@ class Files:
             DatasetError: If it changed or was replaced since it was added.
             FileNotFoundError: If it was deleted.
         """
-        self._identities[number].check(self.paths[number])
+        self._identities[number] = self._identities[number].check(self.paths[number])
 
     @contextlib.contextmanager
     def hdf5(self, number: int) -> Iterator[h5py.File]:
@@ -128,10 +131,10 @@ class Files:
                 raise DatasetError("the dataset is closed, and nothing can be read from it any more")
             file = self._hdf5.get(number)
             if file is None:
-                self._identities[number].check(self.paths[number])
+                self._identities[number] = self._identities[number].check(self.paths[number])
                 while len(self._hdf5) >= _MAX_OPEN_HDF5:
                     self._hdf5.popitem(last=False)[1].close()
-                file = self._hdf5[number] = h5py.File(self.paths[number], "r", locking="best-effort")
+                file = self._hdf5[number] = open_hdf5(self.paths[number])
             self._hdf5.move_to_end(number)
             yield file
 
@@ -169,6 +172,18 @@ class Files:
     def __del__(self) -> None:
         if not getattr(self, "closed", True) and (self._open or self._hdf5):
             self.close()
+
+
+def pread_into(descriptor: int, target: NDArray[np.uint8], offset: int) -> bool:
+    """Fill memory from a position of a file; returns whether there was enough."""
+    count = os.preadv(descriptor, [target.data], offset)
+    if count == target.nbytes:
+        return True
+    view, done = target.reshape(-1).data, count
+    while count and done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        done += count
+    return done == len(view)
 
 
 class _Decoding(threading.local):
