@@ -70,26 +70,42 @@ PIP_ARGS ?=
 PIP_INSTALL = $(shell [ -x $(BIN)/pip ] && echo $(BIN)/python -m pip || echo $(PYTHON) -m pip --python $(BIN)/python) \
 	install --disable-pip-version-check $(PIP_ARGS)
 
-# Prints the version and the folder of the torch that $(PYTHON) has, if it is 2.5 or newer.
-define FIND_TORCH
-import os, sys
+# Links the torch that $(PYTHON) has, if it is 2.5 or newer, and what it depends on, into .venv/torch. Prints its version.
+# Links to everything would hide programs such as ruff from pip, which .venv/bin must contain.
+define LINK_TORCH
+import os, re, sys
 from importlib.metadata import distributions
-for torch in distributions(name="torch"):
-    version = torch.version.partition("+")[0]
-    if sys.prefix != os.path.realpath(".venv") and tuple(map(int, version.split(".")[:2])) >= (2, 5):
-        print(version, torch.locate_file(""))
-        break
+from pathlib import Path
+
+folder = Path(".venv/torch").absolute()
+installed = {re.sub("[-_.]+", "-", one.name).lower(): one for one in reversed(list(distributions())) if one.files}
+version = installed["torch"].version.partition("+")[0] if "torch" in installed else "0.0"
+if sys.prefix == os.path.realpath(".venv") or tuple(map(int, version.split(".")[:2])) < (2, 5):
+    sys.exit()
+names = ["torch"]
+for name in names:
+    for file in installed[name].files:
+        link = folder / file.parts[0]
+        if file.parts[0] not in ("..", "__pycache__") and not link.is_symlink():
+            folder.mkdir(exist_ok=True)
+            link.symlink_to(Path(installed[name].locate_file(file.parts[0])).absolute())
+    for text in installed[name].requires or []:
+        needed = re.sub("[-_.]+", "-", re.match(r"[\w.-]+", text)[0]).lower()
+        if needed in installed and needed not in names and "extra ==" not in text:
+            names.append(needed)
+for packages in Path(".venv/lib").glob("python*/site-packages"):
+    (packages / "installed_torch.pth").write_text(f"{folder}\n")
+print(version)
 endef
-export FIND_TORCH
+export LINK_TORCH
 
 .venv/.installed: requirements.txt pyproject.toml | .venv/bin/python
 	@set -e; \
-	torch=$$($(PYTHON) -c "$$FIND_TORCH"); \
+	torch=$$($(PYTHON) -c "$$LINK_TORCH"); \
 	cp requirements.txt .venv/requirements.txt; \
 	if [ -n "$$torch" ]; then \
-		echo "Using torch $${torch%% *} from $${torch#* }"; \
-		for packages in .venv/lib/python*/site-packages; do echo "$${torch#* }" > "$$packages/installed_torch.pth"; done; \
-		sed "s/^torch==.*/torch==$${torch%% *}/" requirements.txt > .venv/requirements.txt; \
+		echo "Using the installed torch $$torch"; \
+		sed "s/^torch==.*/torch==$$torch/" requirements.txt > .venv/requirements.txt; \
 		echo "Installing into .venv; the first time, this downloads up to 0.4 GB"; \
 	else \
 		echo "Installing into .venv; the first time, this downloads about 0.6 GB if pip finds a torch for CPUs only."; \

@@ -47,10 +47,14 @@ def train(
     ] = None,
     evaluate: Annotated[bool, typer.Option(help="Evaluate and report at the end.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object.")] = False,
-    multirun: Annotated[bool, typer.Option("--multirun", "-m", hidden=True)] = False,
+    multirun: Annotated[bool, typer.Option("--multirun", "-m", help="Hydra's; refused.", hidden=True)] = False,
     config_source: Annotated[
         str | None,
-        typer.Option("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", hidden=True),
+        typer.Option(
+            *("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"),
+            help="Hydra's; refused.",
+            hidden=True,
+        ),
     ] = None,
 ) -> None:
     """Train; `_HELP` is the text that users see."""

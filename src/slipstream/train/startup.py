@@ -131,7 +131,7 @@ def _resumed_folder(overrides: Sequence[str]) -> RunFolder | None:
     path = Path(str(resume)).expanduser()
     places = [path]
     # A name is looked up where runs are. It must not refer to another folder that happens to have the same name.
-    if path.name == str(resume):
+    if len(path.parts) == 1:
         run_dir = given.get("run_dir", compose_settings().run_dir)
         places.append(Path(str(run_dir)).expanduser() / path)
     for place in places:
