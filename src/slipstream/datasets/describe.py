@@ -198,10 +198,25 @@ class _Checker:
         for camera, images in after.items():
             if images.num_rows != steps:
                 raise self._wrong_rows(self._shown(roles.next_cameras[camera]), images.num_rows, steps)
+        if self.fields.on_bad_episode == "skip":
+            self._check_finite()
         # Only an episode that is sound says how wide others are.
         self.action_dim = action_dim
         self.joint_dim = joint_dim
         return Stretch(name, lengths, final, cut, cameras, after, broken)
+
+    def _check_finite(self) -> None:
+        """Read all numbers of a group, so that an episode with NaN can be skipped before anything is loaded."""
+        for path, data in self._opened.items():
+            if self._is_camera(path) or data.dtype.kind != "f":
+                continue
+            for first in range(0, data.shape[0], _BLOCK_ROWS):
+                values = data[first : first + _BLOCK_ROWS]
+                if not np.isfinite(values).all():
+                    raise NonFiniteError(f"{self.file}: {name_of(data)} is not finite")
+
+    def _is_camera(self, path: str) -> bool:
+        return path in self.roles.cameras.values() or path in self.roles.next_cameras.values()
 
     def _whole(self, path: str) -> str:
         return join(self._group, path)

@@ -35,6 +35,7 @@ with contextlib.suppress(ImportError):
 
 SUFFIXES = (".hdf5", ".h5", ".hdf")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_LFS_POINTER = b"version https://git-lfs"
 _MAX_LISTED = 12
 _BLOCK_BYTES = 4 << 20
 # How HDF5 says that a writer has the file open, or was killed before it could clear its mark.
@@ -177,6 +178,7 @@ def _check_signature(path: Path) -> None:
     """Look for HDF5's signature where it may be: at 0, 512, 1024, 2048 and so on."""
     with open_regular(path) as raw:
         size = os.fstat(raw.fileno()).st_size
+        start = raw.read(len(_LFS_POINTER))
         offset = 0
         while offset < max(size, 1):
             raw.seek(offset)
@@ -185,6 +187,8 @@ def _check_signature(path: Path) -> None:
             offset = max(512, 2 * offset)
     if size == 0:
         raise CorruptFileError(f"{path}: is empty")
+    if start == _LFS_POINTER:
+        raise CorruptFileError(f"{path}: is not an HDF5 file but a pointer of Git LFS; run `git lfs pull`")
     raise CorruptFileError(f"{path}: is not an HDF5 file")
 
 
