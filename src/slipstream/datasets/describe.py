@@ -193,7 +193,8 @@ class _Checker:
             self._check_after(data, self._numbers(path), steps)
         cameras = {camera: self._images(path) for camera, path in roles.cameras.items()}
         after = {camera: self._images(path) for camera, path in roles.next_cameras.items()}
-        lengths, cut, broken = self._episodes(steps, joints)
+        terminal = self._flags(roles.terminal, steps)
+        lengths, cut, broken = self._episodes(terminal, joints)
         final = self._final(self._observed(joints, cameras), steps, len(lengths))
         for camera, images in after.items():
             if images.num_rows != steps:
@@ -203,7 +204,7 @@ class _Checker:
         # Only an episode that is sound says how wide others are.
         self.action_dim = action_dim
         self.joint_dim = joint_dim
-        return Stretch(name, lengths, final, cut, cameras, after, broken)
+        return Stretch(name, lengths, final, cut, cameras, after, terminal, broken)
 
     def _check_finite(self) -> None:
         """Read all numbers of a group, so that an episode with NaN can be skipped before anything is loaded."""
@@ -305,10 +306,10 @@ class _Checker:
         return Images(kind, data.shape[0], offset)
 
     def _episodes(
-        self, steps: int, joints: Sequence[h5py.Dataset]
+        self, terminal: NDArray[np.bool_], joints: Sequence[h5py.Dataset]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
         """Return the lengths of the episodes of a group, which of them were truncated, and broken steps."""
-        terminal = self._flags(self.roles.terminal, steps)
+        steps = len(terminal)
         timeout = self._flags(self.roles.timeout, steps)
         if not self.layout.flags_split:
             self.counts.num_mid_flags += int(np.count_nonzero(terminal[:-1]) + np.count_nonzero(timeout[:-1]))

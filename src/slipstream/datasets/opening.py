@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from slipstream.datasets.identity import Identity
 from slipstream.datasets.names import decoded, encoded, name_of, shown
-from slipstream.datasets.stored import Stored, creation_of
+from slipstream.datasets.stored import Stored, creation_of, read_all
 from slipstream.errors import (
     ConfigurationError,
     CorruptFileError,
@@ -236,6 +237,14 @@ def dataset(group: h5py.Group, path: str) -> h5py.Dataset:
     raise MissingEntryError(f"{group.file.filename}: {where} {what}; {listing(group)}")
 
 
+def known_dataset(group: h5py.Group, path: str) -> h5py.Dataset:
+    """Return a dataset of a file that `describe` has looked at and that did not change: nothing is checked again."""
+    found = _open_hard(group, path)
+    if isinstance(found, h5py.h5d.DatasetID):
+        return Stored(found)
+    return dataset(group, path)
+
+
 def _open_hard(group: h5py.Group, path: str) -> Any:
     """Return the identifier under a path without any soft or external link; else None. Much faster than `follow`."""
     name = encoded(path.strip("/"))
@@ -375,8 +384,12 @@ def check_numbers(data: h5py.Dataset) -> None:
 
 def read_rows(data: h5py.Dataset, start: int, out: NDArray[Any]) -> None:
     """Read rows from `start` on into `out`, converted to its dtype, in blocks of a few megabytes."""
-    row_bytes = data.dtype.itemsize * int(np.prod(data.shape[1:], dtype=np.int64))
+    row_bytes = data.dtype.itemsize * math.prod(data.shape[1:])
     step = max(1, _BLOCK_BYTES // max(1, row_bytes))
+    if start == 0 and data.shape[0] == len(out) <= step:
+        with np.errstate(over="ignore"):
+            out[...] = read_all(data).reshape(out.shape)
+        return
     for first in range(0, len(out), step):
         last = min(first + step, len(out))
         part = data[start + first : start + last]
