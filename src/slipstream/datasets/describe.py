@@ -193,15 +193,31 @@ class _Checker:
             self._check_after(data, self._numbers(path), steps)
         cameras = {camera: self._images(path) for camera, path in roles.cameras.items()}
         after = {camera: self._images(path) for camera, path in roles.next_cameras.items()}
-        lengths, cut = self._episodes(steps, joints)
+        terminal = self._flags(roles.terminal, steps)
+        lengths, cut = self._episodes(terminal, joints)
         final = self._final(self._observed(joints, cameras), steps, len(lengths))
         for camera, images in after.items():
             if images.num_rows != steps:
                 raise self._wrong_rows(self._shown(roles.next_cameras[camera]), images.num_rows, steps)
+        if self.fields.on_bad_episode == "skip":
+            self._check_finite()
         # Only an episode that is sound says how wide others are.
         self.action_dim = action_dim
         self.joint_dim = joint_dim
-        return Stretch(name, lengths, final, cut, cameras, after)
+        return Stretch(name, lengths, final, cut, cameras, after, terminal)
+
+    def _check_finite(self) -> None:
+        """Read all numbers of a group, so that an episode with NaN can be skipped before anything is loaded."""
+        for path, data in self._opened.items():
+            if self._is_camera(path) or data.dtype.kind != "f":
+                continue
+            for first in range(0, data.shape[0], _BLOCK_ROWS):
+                values = data[first : first + _BLOCK_ROWS]
+                if not np.isfinite(values).all():
+                    raise NonFiniteError(f"{self.file}: {name_of(data)} is not finite")
+
+    def _is_camera(self, path: str) -> bool:
+        return path in self.roles.cameras.values() or path in self.roles.next_cameras.values()
 
     def _whole(self, path: str) -> str:
         return join(self._group, path)
@@ -289,9 +305,11 @@ class _Checker:
         self._remember(path, data)
         return Images(kind, data.shape[0], offset)
 
-    def _episodes(self, steps: int, joints: Sequence[h5py.Dataset]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _episodes(
+        self, terminal: NDArray[np.bool_], joints: Sequence[h5py.Dataset]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the lengths of the episodes of a group, and which of them were truncated."""
-        terminal = self._flags(self.roles.terminal, steps)
+        steps = len(terminal)
         timeout = self._flags(self.roles.timeout, steps)
         if not self.layout.flags_split:
             self.counts.num_mid_flags += int(np.count_nonzero(terminal[:-1]) + np.count_nonzero(timeout[:-1]))
