@@ -17,6 +17,7 @@ from slipstream.datasets.chunks import check_images, kind_of
 from slipstream.datasets.description import Description, Fields, Final, Images, Skipped, Stretch
 from slipstream.datasets.flags import read_flags
 from slipstream.datasets.layouts import Layout, find_layout
+from slipstream.datasets.links import differ
 from slipstream.datasets.names import name_of
 from slipstream.datasets.opening import check_numbers, dataset, opened
 from slipstream.datasets.roles import Search, find_roles
@@ -341,7 +342,7 @@ class _Checker:
         for data, path in zip(joints, self.roles.next_joint, strict=False):
             # A wrong number of rows is reported later, together with all others.
             if data.shape[0] > num_links:
-                broken |= _differ(data, self._dataset(path), num_links)
+                broken |= differ(data, self._dataset(path), num_links)
         broken &= ~flagged[:-1]
         num_compared = num_links - int(np.count_nonzero(flagged[:-1]))
         num_broken = int(broken.sum())
@@ -385,23 +386,3 @@ class _Checker:
         return DatasetError(
             f"{self.file}: {name} has {rows} rows, expected {steps + 1} (one more than the {steps} actions) or {steps}"
         )
-
-
-def _differ(data: h5py.Dataset, after: h5py.Dataset, num_links: int) -> NDArray[np.bool_]:
-    """Compare the next observation of each step with the observation of the following one, at the coarser precision."""
-    coarser = min(data.dtype, after.dtype, key=_precision)
-    differ = np.zeros(num_links, bool)
-    for start in range(0, num_links, _BLOCK_ROWS):
-        stop = min(start + _BLOCK_ROWS, num_links)
-        # Values that a coarser type cannot hold are infinite in both.
-        with np.errstate(over="ignore", invalid="ignore"):
-            here = data[start + 1 : stop + 1].astype(coarser).reshape(stop - start, -1)
-            there = after[start:stop].astype(coarser).reshape(stop - start, -1)
-        # NaN in both is no difference; that it is not finite is reported when it is loaded.
-        differ[start:stop] = ((here != there) & ~((here != here) & (there != there))).any(1)  # noqa: PLR0124
-    return differ
-
-
-def _precision(dtype: np.dtype[np.generic]) -> tuple[bool, int]:
-    """Return a key that is smaller for a type that keeps fewer digits of a measurement."""
-    return (dtype.kind == "f", dtype.itemsize)
