@@ -57,6 +57,22 @@ def test_inspect_prints_json(data, file):
     assert found["caches"] == []
 
 
+def test_inspect_selects_episodes_and_lists_what_is_not_used(data, tmp_path):
+    path = write_robomimic(tmp_path / "r.hdf5")
+    with h5py.File(path, "a") as root:
+        for number in range(3):
+            root[f"data/demo_{number}/obs/object"] = np.zeros((4 + number, 10))
+        del root["data/demo_2/actions"]
+    assert "demo_2/actions is not there" in data("inspect", path).err
+    result = data("inspect", path, "--skip-bad-episodes")
+    assert "2 episodes of 4 to 5 steps" in result.out
+    assert "note: skipped 1 episode that cannot be used: " in result.out
+    assert "note: not used: obs/object [4, 10]; select with joint='obs/object'" in result.out
+    assert "note: guessed: joint is obs/robot0_joint_pos [4, 7], obs/robot0_gripper_qpos [4, 2]" in result.out
+    assert data.json("inspect", path, "--filter-key", "train")["episodes"] == 1
+    assert "there is no filter key 'test'" in data("inspect", path, "--filter-key", "test").err
+
+
 def test_inspect_takes_names_for_what_is_not_recognised(data, tmp_path):
     path = tmp_path / "x.hdf5"
     with h5py.File(path, "w") as root:

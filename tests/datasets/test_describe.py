@@ -231,6 +231,8 @@ def change(path: Path, **members: object) -> Path:
 
 BAD = {
     "not HDF5": (lambda p: p.write_bytes(b"no" * 4000), CorruptFileError, "is not an HDF5 file"),
+    "a pointer": (lambda p: p.write_bytes(b"version https://git-lfs.github.com/spec/v1"), CorruptFileError,
+                  "is not an HDF5 file but a pointer of Git LFS; run `git lfs pull`"),
     "empty": (lambda p: p.write_bytes(b""), CorruptFileError, "is empty"),
     "cut off": (lambda p: os.truncate(p, p.stat().st_size - 999), CorruptFileError, "it is cut off"),
     "cut off in its superblock": (lambda p: os.truncate(p, 40), CorruptFileError, "cannot be opened as HDF5"),

@@ -148,18 +148,26 @@ def test_bad_episodes_are_an_error_or_are_skipped_and_counted(tmp_path):
         file["data/demo_3/dones"][...] = False
         del file["data/demo_3/dones"]
         file["data/demo_3/dones"] = np.full(7, np.nan)
+        file.copy("data/demo_1", "data/demo_5")
+        file["data/demo_5/actions"][3, 2] = np.nan
     with pytest.raises(MissingEntryError, match="/data/demo_0/actions is not there"):
         describe(path)
     found = describe(path, Fields(on_bad_episode="skip"))
     assert [stretch.group for stretch in found.stretches] == ["data/demo_1"]
-    assert [one.group for one in found.skipped] == ["data/demo_0", "data/demo_2", "data/demo_3", "data/demo_4"]
-    assert any(note.startswith("skipped 4 episodes that cannot be used: ") for note in found.notes)
+    assert [one.group for one in found.skipped] == [
+        "data/demo_0",
+        "data/demo_2",
+        "data/demo_3",
+        "data/demo_4",
+        "data/demo_5",
+    ]
+    assert any(note.startswith("skipped 5 episodes that cannot be used: ") for note in found.notes)
     # Images that nobody needs do not make an episode bad.
     assert load([path], Fields(on_bad_episode="skip"), cameras=()).num_episodes == 2
     assert load([path], Fields(on_bad_episode="skip")).num_episodes == 1
     with h5py.File(path, "a") as file:
         del file["data/demo_1"]
-    with pytest.raises(DatasetError, match="none of its 4 episodes can be used|/data/demo_4 is empty"):
+    with pytest.raises(DatasetError, match="none of its 5 episodes can be used|/data/demo_5/actions is not finite"):
         describe(path, Fields(on_bad_episode="skip"))
     with pytest.raises(ConfigurationError, match="on_bad_episode is 'ignore', expected one of 'raise', 'skip'"):
         Fields(on_bad_episode="ignore")  # type: ignore[arg-type]

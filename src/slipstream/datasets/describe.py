@@ -17,6 +17,7 @@ from slipstream.datasets.chunks import check_images, kind_of
 from slipstream.datasets.description import Description, Fields, Final, Images, Skipped, Stretch
 from slipstream.datasets.flags import read_flags
 from slipstream.datasets.layouts import Layout, find_layout
+from slipstream.datasets.links import differ
 from slipstream.datasets.names import name_of
 from slipstream.datasets.opening import check_numbers, dataset, opened
 from slipstream.datasets.roles import Search, find_roles
@@ -193,15 +194,31 @@ class _Checker:
             self._check_after(data, self._numbers(path), steps)
         cameras = {camera: self._images(path) for camera, path in roles.cameras.items()}
         after = {camera: self._images(path) for camera, path in roles.next_cameras.items()}
-        lengths, cut = self._episodes(steps, joints)
+        terminal = self._flags(roles.terminal, steps)
+        lengths, cut = self._episodes(terminal, joints)
         final = self._final(self._observed(joints, cameras), steps, len(lengths))
         for camera, images in after.items():
             if images.num_rows != steps:
                 raise self._wrong_rows(self._shown(roles.next_cameras[camera]), images.num_rows, steps)
+        if self.fields.on_bad_episode == "skip":
+            self._check_finite()
         # Only an episode that is sound says how wide others are.
         self.action_dim = action_dim
         self.joint_dim = joint_dim
-        return Stretch(name, lengths, final, cut, cameras, after)
+        return Stretch(name, lengths, final, cut, cameras, after, terminal)
+
+    def _check_finite(self) -> None:
+        """Read all numbers of a group, so that an episode with NaN can be skipped before anything is loaded."""
+        for path, data in self._opened.items():
+            if self._is_camera(path) or data.dtype.kind != "f":
+                continue
+            for first in range(0, data.shape[0], _BLOCK_ROWS):
+                values = data[first : first + _BLOCK_ROWS]
+                if not np.isfinite(values).all():
+                    raise NonFiniteError(f"{self.file}: {name_of(data)} is not finite")
+
+    def _is_camera(self, path: str) -> bool:
+        return path in self.roles.cameras.values() or path in self.roles.next_cameras.values()
 
     def _whole(self, path: str) -> str:
         return join(self._group, path)
@@ -289,9 +306,11 @@ class _Checker:
         self._remember(path, data)
         return Images(kind, data.shape[0], offset)
 
-    def _episodes(self, steps: int, joints: Sequence[h5py.Dataset]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _episodes(
+        self, terminal: NDArray[np.bool_], joints: Sequence[h5py.Dataset]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the lengths of the episodes of a group, and which of them were truncated."""
-        terminal = self._flags(self.roles.terminal, steps)
+        steps = len(terminal)
         timeout = self._flags(self.roles.timeout, steps)
         if not self.layout.flags_split:
             self.counts.num_mid_flags += int(np.count_nonzero(terminal[:-1]) + np.count_nonzero(timeout[:-1]))
@@ -323,7 +342,7 @@ class _Checker:
         for data, path in zip(joints, self.roles.next_joint, strict=False):
             # A wrong number of rows is reported later, together with all others.
             if data.shape[0] > num_links:
-                broken |= _differ(data, self._dataset(path), num_links)
+                broken |= differ(data, self._dataset(path), num_links)
         broken &= ~flagged[:-1]
         num_compared = num_links - int(np.count_nonzero(flagged[:-1]))
         num_broken = int(broken.sum())
@@ -367,23 +386,3 @@ class _Checker:
         return DatasetError(
             f"{self.file}: {name} has {rows} rows, expected {steps + 1} (one more than the {steps} actions) or {steps}"
         )
-
-
-def _differ(data: h5py.Dataset, after: h5py.Dataset, num_links: int) -> NDArray[np.bool_]:
-    """Compare the next observation of each step with the observation of the following one, at the coarser precision."""
-    coarser = min(data.dtype, after.dtype, key=_precision)
-    differ = np.zeros(num_links, bool)
-    for start in range(0, num_links, _BLOCK_ROWS):
-        stop = min(start + _BLOCK_ROWS, num_links)
-        # Values that a coarser type cannot hold are infinite in both.
-        with np.errstate(over="ignore", invalid="ignore"):
-            here = data[start + 1 : stop + 1].astype(coarser).reshape(stop - start, -1)
-            there = after[start:stop].astype(coarser).reshape(stop - start, -1)
-        # NaN in both is no difference; that it is not finite is reported when it is loaded.
-        differ[start:stop] = ((here != there) & ~((here != here) & (there != there))).any(1)  # noqa: PLR0124
-    return differ
-
-
-def _precision(dtype: np.dtype[np.generic]) -> tuple[bool, int]:
-    """Return a key that is smaller for a type that keeps fewer digits of a measurement."""
-    return (dtype.kind == "f", dtype.itemsize)

@@ -139,6 +139,7 @@ class Stretch:
         cut: Whether the last step of each episode ended it without a terminal state.
         cameras: Frames of each camera.
         next_cameras: Frames after each step, if they are stored separately.
+        terminal: Whether each step reached a terminal state.
     """
 
     group: str
@@ -147,6 +148,7 @@ class Stretch:
     cut: NDArray[np.bool_]
     cameras: dict[str, Images]
     next_cameras: dict[str, Images]
+    terminal: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
 
     @property
     def num_steps(self) -> int:

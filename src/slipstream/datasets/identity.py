@@ -88,13 +88,12 @@ class Identity:
 
 def fingerprint(path: Path) -> str:
     """Return a checksum of a file's first and last 64 KiB and of 16 places between them, whatever its size."""
-    size = path.stat().st_size
     digest = xxhash.xxh3_64()
     with open_regular(path) as file:
-        digest.update(file.read(_EDGE_BYTES))
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        digest.update(os.pread(descriptor, _EDGE_BYTES, 0))
         for number in range(1, _NUM_SAMPLES + 1):
-            file.seek(size * number // (_NUM_SAMPLES + 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(0, size - _EDGE_BYTES))
-        digest.update(file.read(_EDGE_BYTES))
+            digest.update(os.pread(descriptor, _SAMPLE_BYTES, size * number // (_NUM_SAMPLES + 1)))
+        digest.update(os.pread(descriptor, _EDGE_BYTES, max(0, size - _EDGE_BYTES)))
     return str(digest.hexdigest())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from slipstream.datasets.identity import Identity
 from slipstream.datasets.names import decoded, encoded, name_of, shown
-from slipstream.datasets.stored import Stored, creation_of
+from slipstream.datasets.stored import Stored, creation_of, read_all
 from slipstream.errors import (
     ConfigurationError,
     CorruptFileError,
@@ -35,6 +36,7 @@ with contextlib.suppress(ImportError):
 
 SUFFIXES = (".hdf5", ".h5", ".hdf")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_LFS_POINTER = b"version https://git-lfs"
 _MAX_LISTED = 12
 _BLOCK_BYTES = 4 << 20
 # How HDF5 says that a writer has the file open, or was killed before it could clear its mark.
@@ -177,6 +179,7 @@ def _check_signature(path: Path) -> None:
     """Look for HDF5's signature where it may be: at 0, 512, 1024, 2048 and so on."""
     with open_regular(path) as raw:
         size = os.fstat(raw.fileno()).st_size
+        start = raw.read(len(_LFS_POINTER))
         offset = 0
         while offset < max(size, 1):
             raw.seek(offset)
@@ -185,6 +188,8 @@ def _check_signature(path: Path) -> None:
             offset = max(512, 2 * offset)
     if size == 0:
         raise CorruptFileError(f"{path}: is empty")
+    if start == _LFS_POINTER:
+        raise CorruptFileError(f"{path}: is not an HDF5 file but a pointer of Git LFS; run `git lfs pull`")
     raise CorruptFileError(f"{path}: is not an HDF5 file")
 
 
@@ -230,6 +235,14 @@ def dataset(group: h5py.Group, path: str) -> h5py.Dataset:
         what = "is a group, expected a dataset"
     where = f"{name_of(group).rstrip('/')}/{shown(path.strip('/'))}"
     raise MissingEntryError(f"{group.file.filename}: {where} {what}; {listing(group)}")
+
+
+def known_dataset(group: h5py.Group, path: str) -> h5py.Dataset:
+    """Return a dataset of a file that `describe` has looked at and that did not change: nothing is checked again."""
+    found = _open_hard(group, path)
+    if isinstance(found, h5py.h5d.DatasetID):
+        return Stored(found)
+    return dataset(group, path)
 
 
 def _open_hard(group: h5py.Group, path: str) -> Any:
@@ -371,8 +384,12 @@ def check_numbers(data: h5py.Dataset) -> None:
 
 def read_rows(data: h5py.Dataset, start: int, out: NDArray[Any]) -> None:
     """Read rows from `start` on into `out`, converted to its dtype, in blocks of a few megabytes."""
-    row_bytes = data.dtype.itemsize * int(np.prod(data.shape[1:], dtype=np.int64))
+    row_bytes = data.dtype.itemsize * math.prod(data.shape[1:])
     step = max(1, _BLOCK_BYTES // max(1, row_bytes))
+    if start == 0 and data.shape[0] == len(out) <= step:
+        with np.errstate(over="ignore"):
+            out[...] = read_all(data).reshape(out.shape)
+        return
     for first in range(0, len(out), step):
         last = min(first + step, len(out))
         part = data[start + first : start + last]

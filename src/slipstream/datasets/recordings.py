@@ -22,9 +22,8 @@ from slipstream.datasets.cached import RegisteredCache
 from slipstream.datasets.describe import describe
 from slipstream.datasets.description import Description, Fields, Images
 from slipstream.datasets.files import MAX_OPEN, Files
-from slipstream.datasets.flags import read_flags
 from slipstream.datasets.frames import DatasetSource, FrameReader, Request, warn_if_slow
-from slipstream.datasets.opening import dataset, opened, read_rows
+from slipstream.datasets.opening import known_dataset, opened, read_rows
 from slipstream.datasets.plans import Plan, Room
 from slipstream.errors import DatasetError, MissingEntryError, NonFiniteError
 from slipstream.memory import machine_bytes
@@ -137,16 +136,15 @@ class Recordings:
         first, last = int(self.starts[episode]), int(self.starts[episode + count])
         for path, values in ((roles.action, self.action[first:last]), (roles.reward, self.reward[first:last])):
             if path is not None:
-                data = dataset(group, path)
+                data = known_dataset(group, path)
                 read_rows(data, 0, values)
                 _check_finite(plan, data, values)
-        if roles.terminal is not None:
-            self.terminal[first:last] = read_flags(dataset(group, roles.terminal), last - first)
+        self.terminal[first:last] = plan.stretch.terminal[: last - first]
         column = 0
         for number, path in enumerate(roles.joint):
-            data = dataset(group, path)
+            data = known_dataset(group, path)
             width = data.shape[1] if data.ndim == 2 else 1
-            after = dataset(group, roles.next_joint[number]) if plan.stretch.final == "next" else None
+            after = known_dataset(group, roles.next_joint[number]) if plan.stretch.final == "next" else None
             target = self.joint[first + episode : last + episode + count, column : column + width]
             self._load_joint(plan, data, after, target)
             column += width
@@ -186,7 +184,7 @@ class Recordings:
         paths = plan.description.roles.next_joint
         if plan.stretch.final != "next" or not paths:
             return
-        datasets = [dataset(group, path) for path in paths]
+        datasets = [known_dataset(group, path) for path in paths]
         starts = np.cumsum(plan.lengths) - plan.lengths
         first_step = int(self.starts[episode])
         for first in range(0, int(plan.lengths.sum()), _BLOCK_ROWS):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +12,12 @@ import typer
 from slipstream.cli.data.options import (
     ActionOption,
     CameraOption,
+    ColorOption,
     EpisodesOption,
+    FilterKeyOption,
     JointOption,
     RewardOption,
+    SkipOption,
     TerminalOption,
     fields_of,
 )
@@ -32,17 +36,27 @@ def inspect(
     reward: RewardOption = None,
     terminal: TerminalOption = None,
     episodes: EpisodesOption = None,
+    filter_key: FilterKeyOption = None,
+    color: ColorOption = None,
+    skip_bad_episodes: SkipOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Show which layout a file has, what its datasets are, and how its images would be read; loads none of them.
+    """Show the layout of a file, the role of its datasets, and how images are read; lists guesses and unused data.
 
     Paths begin at the group of an episode, or at the root of a file without such groups.
     """
     from slipstream.cli.output import print_json
     from slipstream.datasets.describe import describe
 
-    found = describe(file, fields_of(camera, joint, action, reward, terminal, episodes))
-    print_json(found.to_json() | {"caches": _caches(file)}) if json else _show(found)
+    fields = fields_of(camera, joint, action, reward, terminal, episodes)
+    fields = replace(fields, filter_key=filter_key, color=color)
+    if skip_bad_episodes:
+        fields = replace(fields, on_bad_episode="skip")
+    found = describe(file, fields)
+    if json:
+        print_json(found.to_json() | {"caches": _caches(file)})
+    else:
+        _show(found)
 
 
 def _show(found: Description) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,6 +25,14 @@ JointOption = Annotated[
 ActionOption = Annotated[str | None, typer.Option("--action", help="Actions.", show_default=False)]
 RewardOption = Annotated[str | None, typer.Option("--reward", help="Rewards.", show_default=False)]
 TerminalOption = Annotated[str | None, typer.Option("--terminal", help="Flags of terminal states.", show_default=False)]
+FilterKeyOption = Annotated[
+    str | None, typer.Option("--filter-key", help="Only the episodes in robomimic's mask/NAME.", show_default=False)
+]
+ColorOption = Annotated[
+    Literal["rgb", "bgr"] | None,
+    typer.Option("--color", help="Order of the channels of compressed images.", show_default=False),
+]
+SkipOption = Annotated[bool, typer.Option("--skip-bad-episodes", help="Skip and count episodes that cannot be used.")]
 EpisodesOption = Annotated[
     str | None, typer.Option("--episodes", help="The group whose groups are the episodes.", show_default=False)
 ]
