@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of *.slip.", show_default=False)
+        Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of *.slip, or a URL.", show_default=False)
     ],
     *,
     json: JsonOption = False,
@@ -27,11 +27,14 @@ def inspect(
 
     Of native files only the index is read. Exits with 1 if a file of a folder cannot be read; the others are listed.
     """
+    from slipstream.checkpoint.commits import is_run
     from slipstream.checkpoint.inspect import inspect_checkpoint, inspect_folder
     from slipstream.cli.ckpt.tables import show_checkpoint, show_folder
     from slipstream.cli.output import print_json
+    from slipstream.store.urls import as_path
 
-    if not path.is_dir():
+    path = as_path(path)
+    if not path.is_dir() and not is_run(path):
         listing = inspect_checkpoint(path)
         if json:
             print_json(listing.to_json())
@@ -50,20 +53,23 @@ def inspect(
 
 def verify(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of *.slip.", show_default=False)
+        Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of *.slip, or a URL.", show_default=False)
     ],
     *,
     json: JsonOption = False,
 ) -> None:
     """Verify every byte and every decoded tensor, of parents too; exits with 1 if any is damaged."""
+    from slipstream.checkpoint.commits import is_run
     from slipstream.checkpoint.verify import verify_checkpoint, verify_folder
     from slipstream.cli.ckpt.tables import describe_verification, showing_progress
     from slipstream.cli.output import print_json, print_lines
+    from slipstream.store.urls import as_path
 
+    path = as_path(path)
     # Print when the progress bar is gone: it redraws the line that it is on.
     with showing_progress() as progress:
         results: list[Verification] = []
-        if path.is_dir():
+        if path.is_dir() or is_run(path):
             results += verify_folder(path, progress)
         else:
             results.append(verify_checkpoint(path, progress))
