@@ -80,7 +80,10 @@ class CommittedRun:
         Raises:
             StoreError: If the store cannot be read.
         """
-        found = [commit for commit in self._read().values() if isinstance(commit, CheckpointFile)]
+        found = []
+        for commit in self._read().values():
+            if isinstance(commit, CheckpointFile):
+                found.append(commit)  # noqa: PERF401 - a loop is easier to read
         return _with_unique_names(found)
 
     def unreadable(self) -> dict[Path, Exception]:
@@ -96,7 +99,7 @@ class CommittedRun:
 
     def sequences(self) -> set[int]:
         """Return the numbers of all commits, readable or not."""
-        return {number for number, _ in self._commits()}
+        return set(dict(self._commits()))
 
     def upload(self, path: Path) -> tuple[CheckpointFile, int]:
         """Upload a checkpoint file and commit it. Safe to repeat, and to continue in another process.
@@ -126,11 +129,11 @@ class CommittedRun:
     def prune(self, policy: RetentionPolicy) -> list[int]:
         """Delete the commits that the policy does not keep, then data that nothing refers to; returns the steps."""
         deleted = []
-        names = {number: info.name for number, info in self._commits()}
+        commits = dict(self._commits())
         # Thinning rewrites files. What is in a store never changes.
         todo = plan(self.scan(), dataclasses.replace(policy, keep_full=None))
         for file in todo.delete:
-            self.store.delete(names[file.sequence])
+            self.store.delete(commits[file.sequence].name)
             deleted.append(file.step)
         self._collect_garbage()
         return deleted
@@ -139,18 +142,17 @@ class CommittedRun:
         """Delete data that no commit refers to, unless an upload may be about to commit it."""
         # List the data first: what is committed after that is not in this list, or is referred to below.
         data = self.store.list(DATA)
-        files = self._read()
-        if any(isinstance(found, Exception) for found in files.values()):
-            # Nobody knows what these refer to.
-            return
         needed: set[str] = set()
-        for found in files.values():
-            if isinstance(found, CheckpointFile):
-                needed.update(piece.name for piece in found.pieces)
-        # By the clock of the store: whatever was created last is at most as old as now.
-        times = [info.modified_s for info in data]
-        times += [info.modified_s for _, info in self._commits()]
-        newest_s = max(times, default=0.0)
+        for found in self._read().values():
+            # Nobody knows what a commit refers to that cannot be read.
+            if isinstance(found, Exception):
+                return
+            for piece in found.pieces:
+                needed.add(piece.name)
+        # By the clock of the store: what was created last is at most as old as now.
+        newest_s = 0.0
+        for info in (*data, *dict(self._commits()).values()):
+            newest_s = max(newest_s, info.modified_s)
         for info in data:
             if info.name not in needed and newest_s - info.modified_s > MIN_AGE_S:
                 self.store.delete(info.name)
@@ -215,14 +217,20 @@ class CommittedRun:
 
     def _read(self) -> dict[str, CheckpointFile | Exception]:
         """Read the commits that are not known yet; returns what all of them say, by name."""
-        infos = [info for _, info in self._commits()]
+        infos = list(dict(self._commits()).values())
         missing = [info for info in infos if _key(info) not in self._known]
         known = dict(self._known)
         for info, found in zip(missing, parallel_map(self._parse, missing, _PARALLEL_REQUESTS), strict=True):
             if found is not None:
                 known[_key(info)] = found
-        self._known = {_key(info): known[_key(info)] for info in infos if _key(info) in known}
-        return {info.name: self._known[_key(info)] for info in infos if _key(info) in self._known}
+        # Deleted commits are forgotten.
+        self._known = {}
+        by_name = {}
+        for info in infos:
+            if _key(info) in known:
+                self._known[_key(info)] = known[_key(info)]
+                by_name[info.name] = known[_key(info)]
+        return by_name
 
     def _parse(self, info: FileInfo) -> CheckpointFile | Exception | None:
         """Return what a commit says, or what is wrong with it; None if it was deleted meanwhile."""

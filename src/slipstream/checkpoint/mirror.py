@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,8 @@ class Mirror:
         self._policy = policy
         # The numbers of all commits; None until the store has answered.
         self._sequences: set[int] | None = None
+        # The numbers of files that retention would delete from the store at once.
+        self._unwanted: set[int] = set()
         self._answered = Notifier()
         self._has_waited = False
 
@@ -64,16 +67,32 @@ class Mirror:
         if self._sequences is None:
             self._sequences = self.run.sequences()
             self._answered.notify_all()
-        missing = []
-        for file in self._files.scan():
-            # Files that a user renamed are the user's. Deltas need other files.
-            if file.sequence not in self._sequences and file.is_managed and not file.parents:
-                missing.append(file)  # noqa: PERF401 - a loop is easier to read
+        missing = self._missing()
         if not missing:
             return []
         # What retention would delete from the store at once is not uploaded.
         kept = plan([*self.run.scan(), *missing], self._policy).keep
-        return [file for file in reversed(missing) if file in kept]
+        wanted = []
+        for file in reversed(missing):
+            if file in kept:
+                wanted.append(file)
+            else:
+                self._unwanted.add(file.sequence)
+        return wanted
+
+    def waiting(self) -> list[Path]:
+        """Return the files that are not in the store, as far as that is known without asking it."""
+        return list(map(operator.attrgetter("path"), self._missing()))
+
+    def _missing(self) -> list[CheckpointFile]:
+        """Return the files whose numbers are not known to be in the store."""
+        known = self._unwanted.union(self._sequences or ())
+        missing = []
+        for file in self._files.scan():
+            # Files that a user renamed are the user's. Deltas need other files.
+            if file.sequence not in known and file.is_managed and not file.parents:
+                missing.append(file)  # noqa: PERF401 - a loop is easier to read
+        return missing
 
     def upload(self, item: CheckpointFile) -> int:
         """Upload a checkpoint, then delete from the store what the policy does not keep."""
@@ -91,7 +110,7 @@ class Mirror:
     def scan(self) -> list[CheckpointFile]:
         """Return the committed checkpoints; raises `StoreError` if the store cannot be read."""
         files = self.run.scan()
-        self._sequences = {file.sequence for file in files} | self.run.sequences()
+        self._sequences = self.run.sequences()
         return files
 
 

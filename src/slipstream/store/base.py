@@ -129,8 +129,12 @@ class MemoryStore:
 
     def __init__(self, objects: dict[str, tuple[bytes, float]] | None = None, folder: str = "") -> None:
         # Each method uses one atomic operation of the dict. A lock could be left locked in a forked child.
-        self._objects = {} if objects is None else objects
-        self._prefix = f"{folder}/" if folder else ""
+        self._objects: dict[str, tuple[bytes, float]] = {}
+        if objects is not None:
+            self._objects = objects
+        self._prefix = ""
+        if folder:
+            self._prefix = f"{folder}/"
 
     def put_new(self, name: str, data: Buffer) -> None:
         """Create an object; see `Store.put_new`."""

@@ -77,6 +77,7 @@ class ObjectStore:
     def put_new(self, name: str, data: Buffer) -> None:
         """Create an object with one request; see `Store.put_new`."""
         key = _quote(name)
+        # A copy: the caller may change the buffer as soon as this returns, and a retry must send the same bytes.
         content = memoryview(data).tobytes()
         self._require_usable()
         is_unsure = False
@@ -95,6 +96,7 @@ class ObjectStore:
             except self._errors() as error:
                 if delay_s is None or not _may_pass(error):
                     raise self._write_error(name, error) from None
+                # The request may have been carried out all the same.
                 is_unsure = True
                 time.sleep(delay_s)
             else:
@@ -103,6 +105,7 @@ class ObjectStore:
 
     def put_file(self, name: str, path: str | os.PathLike[str]) -> None:
         """Create an object from a local file; see `Store.put_file`. The whole file is in memory meanwhile."""
+        # One request, because requests for parts cannot be conditional. Checkpoints are uploaded in pieces instead.
         with open_regular(path) as file:
             content = file.read()
         self.put_new(name, content)
@@ -116,6 +119,7 @@ class ObjectStore:
         """Return parts of an object; see `Store.get_ranges`. Neighbouring parts are fetched by one request."""
         key = _quote(name)
         merged = merge_ranges(ranges)
+        # Nothing to fetch. The object has to exist all the same.
         if not merged:
             check_ranges(name, ranges, self.size_bytes(name))
             return [b""] * len(ranges)
@@ -146,8 +150,11 @@ class ObjectStore:
         if folder:
             key = _quote(folder)
         found = self._read(prefix, functools.partial(self._list_folder, key))
-        names = sorted(name for name in found if name.startswith(prefix))
-        return [found[name] for name in names]
+        matching = []
+        for name in sorted(found):
+            if name.startswith(prefix):
+                matching.append(found[name])  # noqa: PERF401 - a loop is easier to read
+        return matching
 
     def delete(self, name: str) -> None:
         """Delete an object; see `Store.delete`."""
@@ -155,6 +162,7 @@ class ObjectStore:
         try:
             self._repeat(functools.partial(self._api.delete, self._client, key))
         except FileNotFoundError:
+            # S3 does not mind, other providers do.
             return
         except self._errors() as error:
             raise self._write_error(name, error) from None
@@ -194,12 +202,14 @@ class ObjectStore:
             if _status_of(error) == _MISSING_RANGE:
                 raise OutOfRangeError(f"{self.url}/{key}: ends before byte {stop}") from None
             raise
+        # A range that ends beyond the object is answered with what there is.
         if len(content) != part.length:
             raise OutOfRangeError(f"{self.url}/{key}: ends before byte {stop}")
         return content
 
     def _require_usable(self) -> None:
         """Raise `StoreError` in a forked child, instead of waiting forever."""
+        # Appending is atomic, so two threads that are first agree.
         _first_process.append(os.getpid())
         if _first_process[0] != os.getpid():
             raise StoreError(
@@ -293,7 +303,7 @@ def _may_pass(error: Exception) -> bool:
     """Return whether the same request may succeed later: no reply, an overloaded server, or too many requests."""
     status = _status_of(error)
     if status is None:
-        # Wrong credentials and missing settings are errors without a reply as well, with classes of their own.
+        # Wrong credentials and missing settings are errors without a reply, too. Their classes differ.
         return type(error).__name__ == "GenericError"
     return status.startswith("5") or status in ("408", "409", "429")
 

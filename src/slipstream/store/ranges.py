@@ -114,8 +114,13 @@ class OpenObject:
         """
         batches = _batches(ranges)
 
+        # Runs on other threads, a few batches ahead of the caller.
         def fetch(batch: slice) -> list[_Block]:
-            missing = [part for part in ranges[batch] if self._find(part) is None]
+            missing = []
+            for part in ranges[batch]:
+                # The end of the object is in memory since it was opened.
+                if self._find(part) is None:
+                    missing.append(part)  # noqa: PERF401 - a loop is easier to read
             return self._fetch(missing)
 
         for batch, blocks in zip(batches, parallel_map(fetch, batches, _PARALLEL_BATCHES), strict=True):
@@ -147,7 +152,7 @@ class OpenObject:
     def _fetch(self, ranges: Sequence[Range]) -> list[_Block]:
         """Fetch ranges, together with what lies between those that are close to each other."""
         merged = merge_ranges(ranges)
-        contents: list[list[bytes]] = [[] for _ in merged]
+        contents: dict[int, list[bytes]] = defaultdict(list)
         # A range may go across pieces, and a piece may contain several ranges.
         of_piece: dict[int, list[Range]] = defaultdict(list)
         owners: dict[int, list[int]] = defaultdict(list)
@@ -155,10 +160,15 @@ class OpenObject:
             for piece, inner in self._split(part):
                 of_piece[piece].append(inner)
                 owners[piece].append(number)
+        # One call per piece, which sends its requests in parallel.
         for piece, inner_ranges in of_piece.items():
             for number, content in zip(owners[piece], self._get(piece, inner_ranges), strict=True):
                 contents[number].append(content)
-        return [_Block(part.offset, b"".join(found)) for part, found in zip(merged, contents, strict=True)]
+        blocks = []
+        for number, part in enumerate(merged):
+            # Of a single part, this is the part itself and no copy.
+            blocks.append(_Block(part.offset, b"".join(contents[number])))
+        return blocks
 
     def _split(self, part: Range) -> Iterator[tuple[int, Range]]:
         """Yield the pieces that a range lies in, and what part of each."""

@@ -50,6 +50,9 @@ class Destination(Protocol):
     def pending(self) -> Sequence[Any]:
         """Return what is not in the store yet, most important first. May read the store."""
 
+    def waiting(self) -> Sequence[Path]:
+        """Return the files that are not in the store, as far as that is known without asking it."""
+
     def upload(self, item: Any) -> int:
         """Put one of these into the store; return its size. Safe to repeat."""
 
@@ -62,7 +65,6 @@ class UploadStats:
     num_failed: int = 0
     uploaded_bytes: int = 0
     upload_s: float = 0.0
-    num_pending: int = 0
 
 
 class Uploader:
@@ -91,7 +93,6 @@ class Uploader:
         self._unavailable: str | None = None
         # Files that cannot be uploaded whatever the network does, by name.
         self._refused: set[str] = set()
-        self._waiting: tuple[str, ...] = ()
         self._conflict: WriterConflictError | None = None
         self._at_exit: Callable[[], None] | None = None
 
@@ -100,6 +101,7 @@ class Uploader:
         if os.getpid() != self._process or self._is_closing:
             return
         self._num_woken += 1
+        # The main thread and the one that writes checkpoints may be here at once.
         with self._starting:
             if self._thread is None:
                 self._start()
@@ -114,7 +116,7 @@ class Uploader:
         """Block until everything is uploaded, or the store is not available; return whether everything is."""
         if self._thread is not None and os.getpid() == self._process:
             self._changed.wait_until(self._is_idle_or_unavailable, timeout)
-        return not self._waiting
+        return self._is_idle() and not self._waiting()
 
     def close(self, timeout: float | None = None) -> None:
         """Finish what is pending if the store is available, stop the thread, and log what was not uploaded.
@@ -135,12 +137,13 @@ class Uploader:
         self._changed.wait_until(self._is_idle, timeout)
         self._has_given_up = True
         self._changed.notify_all()
-        if self._waiting:
+        waiting = self._waiting()
+        if waiting:
             logger.warning(
                 "%s: %s not uploaded: %s; the next start uploads them",
                 self.url,
-                plural(len(self._waiting), "file"),
-                ", ".join(self._waiting[:8]),
+                plural(len(waiting), "file"),
+                ", ".join(waiting[:8]),
             )
 
     def get_stats(self) -> dict[str, float]:
@@ -151,20 +154,30 @@ class Uploader:
             "upload_failed_count": stats.num_failed,
             "uploaded_bytes": stats.uploaded_bytes,
             "upload_s": stats.upload_s,
-            "upload_pending": stats.num_pending,
+            "upload_pending": len(self._waiting()),
         }
 
     def describe(self) -> str:
         """Return the progress as one line."""
         stats = self._stats
         parts = [f"{plural(stats.num_uploaded, 'upload')} to {self.url}, {format_bytes(stats.uploaded_bytes)}"]
-        if stats.num_pending:
-            parts.append(f"{plural(stats.num_pending, 'file')} waiting")
+        waiting = self._waiting()
+        if waiting:
+            parts.append(f"{plural(len(waiting), 'file')} waiting")
         if self._conflict is not None:
             parts.append(str(self._conflict))
         elif self._unavailable is not None:
             parts.append(f"not available: {self._unavailable}")
         return "; ".join(parts)
+
+    def _waiting(self) -> list[str]:
+        """Return the names of the files that should be uploaded and are not."""
+        names = []
+        for path in self._destination.waiting():
+            # These were logged when they were refused, and the next attempt would end the same way.
+            if path.name not in self._refused:
+                names.append(path.name)  # noqa: PERF401 - a loop is easier to read
+        return names
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="slipstream-upload", daemon=True)
@@ -190,6 +203,7 @@ class Uploader:
         """Upload until the uploader is closed; runs on its thread."""
         delay_s = _FIRST_DELAY_S
         while not self._has_given_up:
+            # Calls of `wake` from here on are not covered by what follows.
             woken = self._num_woken
             try:
                 self._upload_all()
@@ -207,6 +221,7 @@ class Uploader:
                 self._changed.wait_until(self._may_stop_waiting, wait_s)
                 delay_s = min(2 * delay_s, _MAX_DELAY_S)
             except Exception:
+                # A mistake in this program. Training must not end for that.
                 logger.exception("%s: uploading failed; the files stay on local disk", self.url)
                 self._has_given_up = True
             else:
@@ -225,14 +240,20 @@ class Uploader:
     def _upload_all(self) -> None:
         """Upload everything, the most important first; looks again after each file, because there may be newer ones."""
         while not self._has_given_up:
-            pending = [item for item in self._destination.pending() if item.path.name not in self._refused]
-            self._waiting = tuple(item.path.name for item in pending)
-            self._stats = replace(self._stats, num_pending=len(pending))
-            if not pending:
-                self._note_success()
-                return
-            self._upload(pending[0])
+            pending = self._destination.pending()
+            # The store has answered.
             self._note_success()
+            item = self._first_of(pending)
+            if item is None:
+                return
+            self._upload(item)
+
+    def _first_of(self, pending: Sequence[Any]) -> Any:
+        """Return the most important file, or None if there is none that can be uploaded."""
+        for item in pending:
+            if item.path.name not in self._refused:
+                return item
+        return None
 
     def _upload(self, item: Any) -> None:
         started = time.perf_counter()
