@@ -379,6 +379,7 @@ def test_a_commit_that_cannot_be_read_is_one_sentence_and_the_older_checkpoint_i
     save(url, tmp_path / "run", 1, 2)
     name = damage(open_store(url), "commits/", content)  # type: ignore[arg-type]
     run = CommittedRun(as_path(url))
+    assert len(run.scan()) == 1
     (found,) = run.unreadable().values()
     assert isinstance(found, error)
     assert str(found).startswith(f"{url}/{name}: ")
@@ -547,8 +548,10 @@ def test_objects_of_others_beside_the_commits_are_ignored(url, tmp_path):
     for name in ("commits/notes.txt", "commits/1.json", "commits/99999999999999999999.json", "data/notes.txt"):
         store.put_new(name, b"notes")
     assert CheckpointManager(url).steps() == [1]
-    assert CommittedRun(as_path(url)).unreadable() == {}
-    assert CommittedRun(as_path(url)).sequences() == {1}
+    run = CommittedRun(as_path(url))
+    assert len(run.scan()) == 1
+    assert run.unreadable() == {}
+    assert run.sequences() == {1}
 
 
 def test_the_modified_times_of_a_listing_do_not_matter_for_equality():

@@ -69,6 +69,9 @@ class CommittedRun:
         self.store = store or open_store(url)
         # Commits never change. The time tells one that was deleted and created again.
         self._known: dict[tuple[str, int, float], CheckpointFile | Exception] = {}
+        # What the last scan found.
+        self._infos: list[FileInfo] = []
+        self._unreadable: dict[Path, Exception] = {}
 
     def exists(self) -> bool:
         """Return whether there is any commit, readable or not."""
@@ -81,14 +84,18 @@ class CommittedRun:
             StoreError: If the store cannot be read.
         """
         found = []
-        for commit in self._read().values():
+        unreadable = {}
+        for name, commit in self._read().items():
             if isinstance(commit, CheckpointFile):
-                found.append(commit)  # noqa: PERF401 - a loop is easier to read
+                found.append(commit)
+            else:
+                unreadable[self.url / name] = commit
+        self._unreadable = unreadable
         return _with_unique_names(found)
 
     def unreadable(self) -> dict[Path, Exception]:
-        """Return the commits that cannot be read, and why."""
-        return {self.url / name: found for name, found in self._read().items() if isinstance(found, Exception)}
+        """Return the commits that could not be read by the last `scan`, and why."""
+        return self._unreadable
 
     def find(self, name: str) -> CheckpointFile | None:
         """Return the checkpoint that has a file name such as ``checkpoint_iter_100.slip``."""
@@ -98,8 +105,8 @@ class CommittedRun:
         return None
 
     def sequences(self) -> set[int]:
-        """Return the numbers of all commits, readable or not."""
-        return set(dict(self._commits()))
+        """Return the numbers of the commits that the last `scan` saw, readable or not."""
+        return set(map(_number_of, self._infos))
 
     def upload(self, path: Path) -> tuple[CheckpointFile, int]:
         """Upload a checkpoint file and commit it. Safe to repeat, and to continue in another process.
@@ -129,11 +136,10 @@ class CommittedRun:
     def prune(self, policy: RetentionPolicy) -> list[int]:
         """Delete the commits that the policy does not keep, then data that nothing refers to; returns the steps."""
         deleted = []
-        commits = dict(self._commits())
         # Thinning rewrites files. What is in a store never changes.
         todo = plan(self.scan(), dataclasses.replace(policy, keep_full=None))
         for file in todo.delete:
-            self.store.delete(commits[file.sequence].name)
+            self.store.delete(_commit_name(file.sequence))
             deleted.append(file.step)
         self._collect_garbage()
         return deleted
@@ -143,15 +149,15 @@ class CommittedRun:
         # List the data first: what is committed after that is not in this list, or is referred to below.
         data = self.store.list(DATA)
         needed: set[str] = set()
-        for found in self._read().values():
-            # Nobody knows what a commit refers to that cannot be read.
-            if isinstance(found, Exception):
-                return
-            for piece in found.pieces:
+        for file in self.scan():
+            for piece in file.pieces:
                 needed.add(piece.name)
+        # Nobody knows what a commit refers to that cannot be read.
+        if self._unreadable:
+            return
         # By the clock of the store: what was created last is at most as old as now.
         newest_s = 0.0
-        for info in (*data, *dict(self._commits()).values()):
+        for info in (*data, *self._infos):
             newest_s = max(newest_s, info.modified_s)
         for info in data:
             if info.name not in needed and newest_s - info.modified_s > MIN_AGE_S:
@@ -182,7 +188,7 @@ class CommittedRun:
             self.store.put_new(piece.name, content)
 
     def _commit(self, file: CheckpointFile, metadata: Any) -> None:
-        name = f"{COMMITS}{file.sequence:020}.json"
+        name = _commit_name(file.sequence)
         document = {
             "version": VERSION,
             "sequence": file.sequence,
@@ -206,23 +212,24 @@ class CommittedRun:
                     "give each run another URL"
                 ) from None
 
-    def _commits(self) -> list[tuple[int, FileInfo]]:
-        """Return the numbers of the commits and their objects, in order."""
+    def _commits(self) -> list[FileInfo]:
+        """Return the objects that are commits, in order."""
         found = []
         for info in self.store.list(COMMITS):
-            match = _COMMIT_NAME.fullmatch(info.name)
-            if match is not None and int(match[1]) <= _MAX_NUMBER:
-                found.append((int(match[1]), info))
+            # Others may have put something there.
+            if _COMMIT_NAME.fullmatch(info.name) and _number_of(info) <= _MAX_NUMBER:
+                found.append(info)  # noqa: PERF401 - a loop is easier to read
         return found
 
     def _read(self) -> dict[str, CheckpointFile | Exception]:
         """Read the commits that are not known yet; returns what all of them say, by name."""
-        infos = list(dict(self._commits()).values())
+        infos = self._commits()
         missing = [info for info in infos if _key(info) not in self._known]
         known = dict(self._known)
         for info, found in zip(missing, parallel_map(self._parse, missing, _PARALLEL_REQUESTS), strict=True):
             if found is not None:
                 known[_key(info)] = found
+        self._infos = infos
         # Deleted commits are forgotten.
         self._known = {}
         by_name = {}
@@ -257,7 +264,7 @@ class CommittedRun:
         if version != VERSION or isinstance(version, bool):
             raise FormatVersionError(f"has commit version {str(version)[:40]}, this release reads {VERSION}")
         sequence = document.get("sequence")
-        if type(sequence) is not int or name != f"{COMMITS}{sequence:020}.json":
+        if type(sequence) is not int or name != _commit_name(sequence):
             raise CorruptFileError(f"says that its number is {str(sequence)[:40]}")
         metadata = unflatten(document.get("metadata"), [])
         if not isinstance(metadata, dict):
@@ -333,6 +340,15 @@ def newest_first(url: Path) -> list[CheckpointFile]:
     if not files:
         raise no_checkpoint(url, "no checkpoint at this URL")
     return files[::-1]
+
+
+def _commit_name(sequence: int) -> str:
+    return f"{COMMITS}{sequence:020}.json"
+
+
+def _number_of(info: FileInfo) -> int:
+    """Return the number in the name of a commit."""
+    return int(info.name.removeprefix(COMMITS).removesuffix(".json"))
 
 
 def _key(info: FileInfo) -> tuple[str, int, float]:

@@ -93,6 +93,14 @@ class CheckpointFolder:
         """Return the files that have the name of a checkpoint but cannot be read, and why."""
         return {self.path / name: found for name, found in self._read().items() if isinstance(found, Exception)}
 
+    def find(self, step: int) -> CheckpointFile | None:
+        """Return the newest checkpoint of a step, whatever its file is called."""
+        found = None
+        for file in self.scan():
+            if file.step == step:
+                found = file
+        return found
+
     def _read(self) -> dict[str, CheckpointFile | Exception]:
         """Look at every file. If one is deleted meanwhile, there may be a newer one, so look again."""
         for _ in range(_ATTEMPTS - 1):

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from slipstream.checkpoint.folder import CheckpointFolder
+from slipstream.checkpoint.folder import CheckpointFolder, managed_name
 from slipstream.checkpoint.mirror import Mirror, Sources
 from slipstream.checkpoint.native import encode_metadata
 from slipstream.checkpoint.portable.torch_file import require_device
@@ -112,7 +112,9 @@ class CheckpointManager:
             self._files, retention, thin, compress=compress, differential=differential, mirror=self._mirror
         )
         self._sources = Sources(self._files, self._mirror)
-        self._continue_uploads(is_spool=isinstance(as_path(folder), ObjectPath))
+        # Of a URL, local disk only has what is not uploaded yet.
+        self._is_spool = isinstance(as_path(folder), ObjectPath)
+        self._continue_uploads()
         warm = 1
         if differential:
             # One snapshot is being written, and the one before it is kept to be compared with.
@@ -122,11 +124,11 @@ class CheckpointManager:
         self.mutating = self.saver.mutating
         self._best_metric_seen = False
 
-    def _continue_uploads(self, *, is_spool: bool) -> None:
-        """Upload what an earlier process did not, and keep uploaded files on local disk unless they are only there."""
+    def _continue_uploads(self) -> None:
+        """Upload what an earlier process did not."""
         if self._mirror is None:
             return
-        if is_spool:
+        if self._is_spool:
             self._mirror.on_upload = self._series.discard
         if self.folder.is_dir():
             self._mirror.uploader.wake()
@@ -158,11 +160,13 @@ class CheckpointManager:
         return self.saver.save(state, self._files.name_for(step), self._series, metadata)
 
     def path(self, step: int) -> Path:
-        """Return the file of the checkpoint of a step, or its URL, or where it would be written."""
-        file = self._sources.find(step)
-        if file is None:
-            return self._files.name_for(step)
-        return file.path
+        """Return the file of the checkpoint of a step, or where it would be written, or uploaded to."""
+        file = self._files.find(step)
+        if file is not None:
+            return file.path
+        if self._is_spool:
+            return self._sources.place / managed_name(step)
+        return self._files.name_for(step)
 
     def steps(self) -> list[int]:
         """Return the steps that have a readable checkpoint, in ascending order."""

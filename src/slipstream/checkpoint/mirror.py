@@ -65,7 +65,7 @@ class Mirror:
     def pending(self) -> list[CheckpointFile]:
         """Return what the store does not have and should keep, newest first."""
         if self._sequences is None:
-            self._sequences = self.run.sequences()
+            self.scan()
             self._answered.notify_all()
         missing = self._missing()
         if not missing:
@@ -162,19 +162,8 @@ class Sources:
         return sorted(files, key=_order)
 
     def unreadable(self) -> dict[Path, Exception]:
-        """Return the files and commits that cannot be read, and why."""
+        """Return the files that cannot be read, and commits that could not be read by the last `scan`, and why."""
         problems = self._files.unreadable()
         if self._mirror is not None:
-            try:
-                problems |= self._mirror.run.unreadable()
-            except StoreError as error:
-                logger.warning("%s; looking at local disk only", error)
+            problems |= self._mirror.run.unreadable()
         return problems
-
-    def find(self, step: int) -> CheckpointFile | None:
-        """Return the newest checkpoint of a step, whatever its file is called."""
-        found = None
-        for file in self.scan():
-            if file.step == step:
-                found = file
-        return found

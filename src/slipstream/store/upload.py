@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import random
+import shutil
 import tempfile
 import threading
 import time
@@ -303,7 +304,7 @@ def _closing_at_exit(uploader: Uploader) -> Callable[[], None]:
 
 
 # Where files for stores in memory wait: these stores end with the process, and so should the files.
-_temporary: dict[str, tempfile.TemporaryDirectory[str]] = {}
+_temporary: dict[str, Path] = {}
 
 
 def spool_folder(url: ObjectPath) -> Path:
@@ -314,8 +315,9 @@ def spool_folder(url: ObjectPath) -> Path:
     text = str(url)
     if url.scheme == "memory":
         if text not in _temporary:
-            _temporary[text] = tempfile.TemporaryDirectory(prefix="slipstream-")
-        return Path(_temporary[text].name)
+            _temporary[text] = Path(tempfile.mkdtemp(prefix="slipstream-"))
+            atexit.register(shutil.rmtree, _temporary[text], ignore_errors=True)
+        return _temporary[text]
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "slipstream"
     if CACHE_VARIABLE in os.environ:
         base = Path(os.environ[CACHE_VARIABLE])

@@ -12,11 +12,13 @@ import torch
 from slipstream.dist.threads import local_world_size, numerics
 from slipstream.errors import ConfigurationError
 from slipstream.rollout.storage import RolloutStorage
+from slipstream.store.urls import ObjectPath, as_path
 from slipstream.text import format_bytes
 from slipstream.threads import usable_cores
 from slipstream.train.folder import LAST, RunFolder, find_run, follow_link
 from slipstream.train.loggers import new_run_id
 from slipstream.train.settings import TrainSettings, compose_settings, override_settings, parse_overrides
+from slipstream.train.stored import find_stored, read_settings, require_same_run
 
 # A step of a rollout: observations twice, actions, rewards, statistics.
 BYTES_PER_STEP = 2200
@@ -76,9 +78,10 @@ def _keep_freed_memory() -> bool:
 def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
     """Find the run that a command line refers to. Writes nothing.
 
-    ``resume=FOLDER`` resumes that run with its settings, of which single ones may be overridden. ``resume=auto``
-    resumes the run of the given name if it exists, and starts it otherwise. A run that was killed before its first
-    checkpoint starts over.
+    ``resume=FOLDER`` resumes that run with its settings, of which single ones may be overridden. ``resume=URL`` does
+    the same for a run in an object store, in a new folder if this machine has none of it. ``resume=auto`` resumes the
+    run of the given name or ``checkpoint_url`` if it exists, and starts it otherwise. A run that was killed before its
+    first checkpoint starts over.
 
     `Trainer.restore` compares the settings with those of the checkpoint and refuses those that must not change.
 
@@ -89,19 +92,29 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
         Its settings, its folder, and whether there is a checkpoint to resume from.
 
     Raises:
-        ConfigurationError: If the settings are invalid, if there is no such run, or if a new run has the name of an
-            existing one.
+        ConfigurationError: If the settings are invalid, if there is no such run, or if a new run has the name or URL of
+            an existing one.
+        StoreError: If an object store has to be read and cannot be.
     """
     given = {override.key_or_group: override for override in parse_overrides(overrides)}
     resume = None
     if "resume" in given:
         resume = given["resume"].value()
+    others = [override.input_line or "" for key, override in given.items() if key != "resume"]
     if resume is None or resume == "auto":
         settings = compose_settings(overrides)
         folder = _find_by_name(settings)
+        is_stored = find_stored(settings, folder)
+    elif isinstance(as_path(str(resume)), ObjectPath):
+        settings = override_settings(read_settings(as_path(str(resume))), others)
+        if settings.checkpoint_url is None or "checkpoint_url" not in given:
+            settings.checkpoint_url = str(as_path(str(resume)))
+        folder = find_run(settings)
+        require_same_run(settings, folder)
+        is_stored = True
     else:
+        is_stored = False
         folder = RunFolder(follow_link(Path(str(resume)).expanduser()))
-        others = [override.input_line or "" for key, override in given.items() if key != "resume"]
         settings = override_settings(folder.settings(), others)
         _require_same_place(settings, folder, given)
     settings.resume = None
@@ -110,7 +123,7 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
         settings.name = folder.name
     if settings.wandb.mode != "disabled" and settings.wandb.run_id is None:
         settings.wandb.run_id = new_run_id()
-    return settings, folder, folder.has_checkpoint()
+    return settings, folder, is_stored or folder.has_checkpoint()
 
 
 def _find_by_name(settings: TrainSettings) -> RunFolder:
