@@ -148,10 +148,8 @@ class CommittedRun:
         """Delete data that no commit refers to, unless an upload may be about to commit it."""
         # List the data first: what is committed after that is not in this list, or is referred to below.
         data = self.store.list(DATA)
-        needed: set[str] = set()
-        for file in self.scan():
-            for piece in file.pieces:
-                needed.add(piece.name)
+        self.scan()
+        needed = self._referenced()
         # Nobody knows what a commit refers to that cannot be read.
         if self._unreadable:
             return
@@ -166,13 +164,16 @@ class CommittedRun:
     def _upload_pieces(self, source: OpenFile) -> tuple[FileInfo, ...]:
         """Upload the content of a file; returns where it is."""
         size = source.size_bytes()
+        shared = self._referenced()
         pieces = []
         for offset in range(0, size, PIECE_BYTES):
             content = bytearray(min(PIECE_BYTES, size - offset))
             if source.read_into(memoryview(content), offset) != len(content):
                 raise CorruptFileError("was truncated while it was uploaded")
             piece = FileInfo(f"{DATA}{xxhash.xxh3_128_hexdigest(content)}", len(content))
-            self._put_piece(piece, content)
+            # An earlier checkpoint has the same bytes in the same place, such as those of a frozen encoder.
+            if piece.name not in shared or not self._has(piece):
+                self._put_piece(piece, content)
             pieces.append(piece)
         return tuple(pieces)
 
@@ -180,12 +181,27 @@ class CommittedRun:
         try:
             self.store.put_new(piece.name, content)
         except FileExistsError:
-            # An interrupted upload has got this far, or another checkpoint has the same content.
-            if self.store.size_bytes(piece.name) == piece.size_bytes:
+            # An interrupted upload has got this far.
+            if self._has(piece):
                 return
             # Something else has damaged it.
             self.store.delete(piece.name)
             self.store.put_new(piece.name, content)
+
+    def _has(self, piece: FileInfo) -> bool:
+        """Return whether the store has a piece in its full size."""
+        try:
+            return self.store.size_bytes(piece.name) == piece.size_bytes
+        except FileNotFoundError:
+            return False
+
+    def _referenced(self) -> set[str]:
+        """Return the names of the data that the commits of the last `scan` refer to."""
+        needed: set[str] = set()
+        for found in self._known.values():
+            if isinstance(found, CheckpointFile):
+                needed.update(map(operator.attrgetter("name"), found.pieces))
+        return needed
 
     def _commit(self, file: CheckpointFile, metadata: Any) -> None:
         name = _commit_name(file.sequence)

@@ -276,7 +276,7 @@ class Uploader:
             uploaded_bytes=stats.uploaded_bytes + num_bytes,
             upload_s=stats.upload_s + seconds,
         )
-        logger.info("uploaded %s to %s: %s in %.2f s", item.path.name, self.url, format_bytes(num_bytes), seconds)
+        logger.debug("uploaded %s to %s: %s in %.2f s", item.path.name, self.url, format_bytes(num_bytes), seconds)
 
     def _note_failure(self, error: OSError) -> None:
         self._stats = replace(self._stats, num_failed=self._stats.num_failed + 1)
