@@ -11,10 +11,10 @@ help: ## List the targets
 demo: .venv/.installed ## Train a policy in minutes, evaluate it and write a report; run again to resume
 	@$(BIN)/slipstream train preset=quick name=demo resume=auto
 
-test: .venv/.installed ## Run the tests
+test: .venv/.installed .venv/.moto ## Run the tests
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
-test-all: .venv/.installed ## Run all tests, including the long ones
+test-all: .venv/.installed .venv/.moto ## Run all tests, including the long ones
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "slow or not slow"
 
 check: .venv/.installed ## Check style, formatting and types
@@ -27,7 +27,7 @@ fix: .venv/.installed ## Apply automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/python -m tests.style
 
-BENCHES := codecs checkpoint rollout replay datasets train processes
+BENCHES := codecs checkpoint objects rollout replay datasets train processes
 
 bench: .venv/.bench ## Run short benchmarks and update docs/benchmarks.md
 	for name in $(BENCHES); do $(BIN)/python bench/$$name.py --quick --write docs/benchmarks.md || exit 1; done
@@ -54,10 +54,20 @@ clean: ## Delete everything that these targets created
 PIP_INSTALL = $(shell [ -x $(BIN)/pip ] && echo $(BIN)/python -m pip || echo $(PYTHON) -m pip --python $(BIN)/python) \
 	install -qq --disable-pip-version-check
 
+MOTO_PIP_INSTALL = $(shell [ -x $(BIN)/pip ] && echo $(BIN)/python || echo $(PYTHON)) -m pip --python .venv/moto/bin/python \
+	install -qq --disable-pip-version-check
+
 .venv/.installed: requirements.txt pyproject.toml | .venv/bin/python
 	@echo "Installing into .venv; this takes a few minutes the first time"
 	@$(PIP_INSTALL) -r requirements.txt
 	@$(PIP_INSTALL) --no-deps --editable .
+	@touch $@
+
+# An S3 server for the tests of object stores. It needs another antlr4 than Hydra, so it has a separate environment.
+.venv/.moto: | .venv/.installed
+	@echo "Installing an S3 server for the tests"
+	@$(BIN)/python -m venv --without-pip .venv/moto
+	@$(MOTO_PIP_INSTALL) 'moto[server]>=5.1' || echo "moto cannot be installed; tests that need an S3 server are skipped"
 	@touch $@
 
 .venv/.bench .venv/.docs: .venv/.%: pyproject.toml | .venv/.installed

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from slipstream import CheckpointManager, Thin, load_checkpoint
-from slipstream.checkpoint import commits
+from slipstream.checkpoint import commits, finding
 from slipstream.checkpoint.commits import CommittedRun
 from slipstream.checkpoint.inspect import inspect_checkpoint, inspect_folder
 from slipstream.checkpoint.retention import RetentionPolicy
@@ -143,7 +143,8 @@ def test_a_checkpoint_larger_than_a_piece_is_uploaded_in_pieces_and_read_across_
 def test_the_policy_holds_in_the_store_and_data_goes_after_a_day(url, tmp_path, monkeypatch):
     objects: dict[str, tuple[bytes, float]] = {}
     store = MemoryStore(objects)
-    monkeypatch.setattr(commits, "open_store", lambda url: store)
+    for module in (commits, finding):
+        monkeypatch.setattr(module, "open_store", lambda url: store)
     save(url, tmp_path / "run", 1, 2, 3, 4, 5, keep_last=2, keep_best=("reward", "min"))
     assert CheckpointManager(url).steps() == [1, 4, 5]
     # Data of deleted checkpoints stays for a day: nobody knows whether an upload is about to refer to it.
@@ -190,7 +191,7 @@ def test_nothing_is_collected_while_a_commit_cannot_be_read(url, tmp_path):
 UPLOADER = """
     import os, signal, sys, torch
     from slipstream import CheckpointManager
-    from slipstream.checkpoint import commits
+    from slipstream.checkpoint import commits, finding
     from slipstream.checkpoint.commits import CommittedRun
 
     def die(self, *arguments):

@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from slipstream.checkpoint.folder import SUFFIX, CheckpointFile, describe, has_managed_name, managed_name, no_checkpoint
+from slipstream.checkpoint.folder import SUFFIX, CheckpointFile, describe, managed_name
 from slipstream.checkpoint.reader import NativeReader
 from slipstream.checkpoint.retention import RetentionPolicy, plan
 from slipstream.errors import CorruptFileError, FormatVersionError, WriterConflictError, naming
@@ -35,11 +34,8 @@ from slipstream.store.container import Container
 from slipstream.store.index import load_json
 from slipstream.store.local import open_descriptor
 from slipstream.store.opened import OpenFile
-from slipstream.store.ranges import OpenObject
-from slipstream.store.urls import ObjectPath, open_store
+from slipstream.store.urls import open_store
 from slipstream.threads import parallel_map
-
-logger = logging.getLogger(__name__)
 
 VERSION = 1
 COMMITS = "commits/"
@@ -97,8 +93,19 @@ class CommittedRun:
         """Return the commits that could not be read by the last `scan`, and why."""
         return self._unreadable
 
+    def newest_first(self) -> Iterator[CheckpointFile | Exception]:
+        """Yield the committed checkpoints, newest first, and why others cannot be read. Reads one commit at a time."""
+        for info in reversed(self._commits()):
+            found = self._parse(info)
+            if found is not None:
+                yield found
+
     def find(self, name: str) -> CheckpointFile | None:
-        """Return the checkpoint that has a file name such as ``checkpoint_iter_100.slip``."""
+        """Return the newest checkpoint that has a file name such as ``checkpoint_iter_100.slip``."""
+        for found in self.newest_first():
+            if isinstance(found, CheckpointFile) and found.path.name == name:
+                return found
+        # A step that was saved again: its older checkpoints have other names.
         for file in self.scan():
             if file.path.name == name:
                 return file
@@ -303,59 +310,6 @@ class CommittedRun:
             time=time,
             pieces=_parse_pieces(document.get("pieces")),
         )
-
-
-def open_pieces(file: CheckpointFile) -> Container:
-    """Open a committed checkpoint. Fetches its ends; the rest is fetched when it is read.
-
-    Raises:
-        CorruptFileError: If it refers to data that is missing, truncated or damaged.
-        StoreError: If the store cannot be read.
-    """
-    with naming(file.path):
-        return Container(file.path, source=OpenObject(open_store(file.path.parent), file.pieces))
-
-
-def is_run(path: Path) -> bool:
-    """Return whether a path is the URL of a run in a store, and not that of a file."""
-    return isinstance(path, ObjectPath) and path.suffix != SUFFIX
-
-
-def open_checkpoint(url: ObjectPath) -> Container:
-    """Open the checkpoint at the URL of a file: a committed one such as ``checkpoint_iter_100.slip``, or an object.
-
-    Raises:
-        FileNotFoundError: If there is neither.
-        CorruptFileError: If it is damaged.
-        StoreError: If the store cannot be read.
-    """
-    if has_managed_name(url.name):
-        file = CommittedRun(url.parent).find(url.name)
-        if file is not None:
-            return open_pieces(file)
-    return Container(url)
-
-
-def newest_first(url: Path) -> list[CheckpointFile]:
-    """Return the checkpoints of the run at a URL, newest first; logs those whose commits cannot be read.
-
-    Raises:
-        FileNotFoundError: If there is no commit.
-        CorruptFileError: If no commit can be read.
-        StoreError: If the store cannot be read.
-    """
-    run = CommittedRun(url)
-    files = run.scan()
-    unreadable = run.unreadable()
-    for problem in unreadable.values():
-        logger.warning("skipping a checkpoint: %s", problem)
-    if not files and unreadable:
-        raise CorruptFileError(f"{url}: none of its {len(unreadable)} checkpoints is intact") from next(
-            iter(unreadable.values())
-        )
-    if not files:
-        raise no_checkpoint(url, "no checkpoint at this URL")
-    return files[::-1]
 
 
 def _commit_name(sequence: int) -> str:

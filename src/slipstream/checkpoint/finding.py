@@ -1,18 +1,22 @@
-"""Find the native checkpoints of a folder, or of a run in an object store. Nothing here imports torch."""
+"""Find and open the native checkpoints of a folder, or of a run in an object store. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from slipstream.checkpoint.commits import CommittedRun, open_pieces
-from slipstream.checkpoint.folder import SUFFIX, no_checkpoint
+from slipstream.checkpoint.commits import CommittedRun
+from slipstream.checkpoint.folder import SUFFIX, CheckpointFile, has_managed_name, no_checkpoint
 from slipstream.checkpoint.layout import KIND
-from slipstream.errors import CorruptFileError, FormatVersionError
+from slipstream.errors import CorruptFileError, FormatVersionError, naming
 from slipstream.store.container import Container
-from slipstream.store.urls import ObjectPath
+from slipstream.store.ranges import OpenObject
+from slipstream.store.urls import ObjectPath, open_store
+
+logger = logging.getLogger(__name__)
 
 Opener = Callable[[], Path | Container]
 """Returns a file, or an open checkpoint of a store."""
@@ -67,3 +71,57 @@ def _is_other_kind(path: Path) -> bool:
     except (OSError, CorruptFileError, FormatVersionError):
         # Damaged: nothing says that it was something else.
         return False
+
+
+def open_pieces(file: CheckpointFile) -> Container:
+    """Open a committed checkpoint. Fetches its ends; the rest is fetched when it is read.
+
+    Raises:
+        CorruptFileError: If it refers to data that is missing, truncated or damaged.
+        StoreError: If the store cannot be read.
+    """
+    with naming(file.path):
+        return Container(file.path, source=OpenObject(open_store(file.path.parent), file.pieces))
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a path is the URL of a run in a store, and not that of a file."""
+    return isinstance(path, ObjectPath) and path.suffix != SUFFIX
+
+
+def open_checkpoint(url: ObjectPath) -> Container:
+    """Open the checkpoint at the URL of a file: a committed one such as ``checkpoint_iter_100.slip``, or an object.
+
+    Raises:
+        FileNotFoundError: If there is neither.
+        CorruptFileError: If it is damaged.
+        StoreError: If the store cannot be read.
+    """
+    if has_managed_name(url.name):
+        file = CommittedRun(url.parent).find(url.name)
+        if file is not None:
+            return open_pieces(file)
+    return Container(url)
+
+
+def newest_first(url: Path) -> Iterator[CheckpointFile]:
+    """Yield the checkpoints of the run at a URL, newest first; logs those whose commits cannot be read.
+
+    Raises:
+        FileNotFoundError: If there is no commit.
+        CorruptFileError: If no commit can be read.
+        StoreError: If the store cannot be read.
+    """
+    has_found = False
+    problems = []
+    for found in CommittedRun(url).newest_first():
+        if isinstance(found, CheckpointFile):
+            has_found = True
+            yield found
+        else:
+            problems.append(found)
+            logger.warning("skipping a checkpoint: %s", found)
+    if not has_found and problems:
+        raise CorruptFileError(f"{url}: none of its {len(problems)} checkpoints is intact") from problems[0]
+    if not has_found:
+        raise no_checkpoint(url, "no checkpoint at this URL")

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.checkpoint.commits import open_checkpoint
-from slipstream.checkpoint.finding import find_sources
+from slipstream.checkpoint.finding import find_sources, open_checkpoint
 from slipstream.checkpoint.folder import FILE_ERRORS
 from slipstream.checkpoint.formats import FormatName, find_format
 from slipstream.checkpoint.layout import Ancestor

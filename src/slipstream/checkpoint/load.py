@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slipstream.checkpoint.commits import is_run, newest_first, open_checkpoint, open_pieces
+from slipstream.checkpoint.finding import is_run, newest_first, open_checkpoint, open_pieces
 from slipstream.checkpoint.formats import find_format
 from slipstream.checkpoint.native import NativeFile
 from slipstream.checkpoint.portable.format import packed_path, read_portable

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slipstream.checkpoint.commits import open_pieces
+from slipstream.checkpoint.finding import open_pieces
 from slipstream.checkpoint.folder import FILE_ERRORS, CheckpointFile, managed_name, no_checkpoint
 from slipstream.checkpoint.load import move
 from slipstream.checkpoint.mirror import Sources

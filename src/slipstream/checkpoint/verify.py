@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint.commits import open_checkpoint
-from slipstream.checkpoint.finding import Opener, find_sources
+from slipstream.checkpoint.finding import Opener, find_sources, open_checkpoint
 from slipstream.checkpoint.formats import ZIP_MAGIC, FormatName, find_format
 from slipstream.checkpoint.portable.archive import Archive
 from slipstream.checkpoint.reader import NativeReader

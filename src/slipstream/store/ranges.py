@@ -160,9 +160,14 @@ class OpenObject:
             for piece, inner in self._split(part):
                 of_piece[piece].append(inner)
                 owners[piece].append(number)
-        # One call per piece, which sends its requests in parallel.
-        for piece, inner_ranges in of_piece.items():
-            for number, content in zip(owners[piece], self._get(piece, inner_ranges), strict=True):
+
+        def get(piece: int) -> list[bytes]:
+            return self._get(piece, of_piece[piece])
+
+        # The ends of an object may be in different pieces: nobody should wait for one after the other.
+        pieces = sorted(of_piece)
+        for piece, found in zip(pieces, parallel_map(get, pieces, _PARALLEL_BATCHES), strict=True):
+            for number, content in zip(owners[piece], found, strict=True):
                 contents[number].append(content)
         blocks = []
         for number, part in enumerate(merged):

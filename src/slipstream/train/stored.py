@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from slipstream.checkpoint.commits import CommittedRun, newest_first
+from slipstream.checkpoint.commits import CommittedRun
+from slipstream.checkpoint.finding import newest_first
 from slipstream.errors import ConfigurationError, StoreError
 from slipstream.store.urls import as_path
 from slipstream.train.folder import RunFolder
@@ -22,7 +23,7 @@ def read_settings(url: Path) -> TrainSettings:
         StoreError: If the store cannot be read.
     """
     try:
-        newest = newest_first(url)[0]
+        newest = next(newest_first(url))
     except FileNotFoundError:
         raise ConfigurationError(f"{url} has no checkpoint to resume from") from None
     config = newest.metrics.get("config")

@@ -27,7 +27,7 @@ def inspect(
 
     Of native files only the index is read. Exits with 1 if a file of a folder cannot be read; the others are listed.
     """
-    from slipstream.checkpoint.commits import is_run
+    from slipstream.checkpoint.finding import is_run
     from slipstream.checkpoint.inspect import inspect_checkpoint, inspect_folder
     from slipstream.cli.ckpt.tables import show_checkpoint, show_folder
     from slipstream.cli.output import print_json
@@ -59,7 +59,7 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Verify every byte and every decoded tensor, of parents too; exits with 1 if any is damaged."""
-    from slipstream.checkpoint.commits import is_run
+    from slipstream.checkpoint.finding import is_run
     from slipstream.checkpoint.verify import verify_checkpoint, verify_folder
     from slipstream.cli.ckpt.tables import describe_verification, showing_progress
     from slipstream.cli.output import print_json, print_lines
