@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream import CheckpointManager, Thin, load_checkpoint
+from slipstream import AsyncCheckpointSaver, CheckpointManager, Thin, load_checkpoint, write_container
 from slipstream.checkpoint import commits, finding
 from slipstream.checkpoint.commits import CommittedRun
 from slipstream.checkpoint.inspect import inspect_checkpoint, inspect_folder
@@ -405,6 +405,7 @@ def test_a_commit_that_cannot_be_read_is_one_sentence_and_the_older_checkpoint_i
         {"pieces": "data"},
         {"metadata": None},
         {"metadata": {"step": "x", "metrics": {}, "time": 0.0}},
+        {"metadata": {"step": 10**30, "metrics": {}, "time": 0.0}},
         {"identity": 5},
         {"thinned": [5]},
         {"sequence": True},
@@ -530,6 +531,42 @@ def test_a_delta_in_a_folder_is_not_uploaded_and_a_copied_delta_is_refused(url, 
     open_store(url).put_file("copy.slip", tmp_path / "run" / "checkpoint_iter_2.slip")
     with pytest.raises(CorruptFileError, match="object stores do not support"):
         load_checkpoint(f"{url}/copy.slip")
+
+
+def test_a_manager_with_another_policy_that_only_reads_deletes_nothing(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with CheckpointManager(url, keep_last=None) as manager:
+        for number in range(7):
+            manager.save(number, state(number)).result()
+    with CheckpointManager(url, keep_last=1) as reader:
+        assert_same(reader.restore().state, 6)
+    # An earlier process was killed before it uploaded this.
+    save(f"file://{tmp_path}/other", tmp_path / "other-run", *range(20, 28), keep_last=1)
+    left = next((tmp_path / "other-run").glob("*.slip"))
+    left.rename(manager.folder / left.name)
+    with CheckpointManager(url, keep_last=1) as reader:
+        assert reader.wait_uploaded(WAIT_S)
+    assert CheckpointManager(url).steps() == [*range(7), 27]
+
+
+def test_a_pickled_manager_uploads_what_it_saves(url, tmp_path):
+    for folder in (url, str(tmp_path / "run")):
+        target = None if folder == url else f"{url}-of-a-folder"
+        with CheckpointManager(folder, checkpoint_url=target) as manager:
+            manager.save(1, state(1)).result()
+            with pickle.loads(pickle.dumps(manager)) as copy:
+                copy.save(2, state(2)).result()
+                assert copy.wait_uploaded(WAIT_S)
+        assert CheckpointManager(target or url).steps() == [1, 2]
+
+
+def test_what_writes_files_refuses_urls(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with AsyncCheckpointSaver() as saver, pytest.raises(ValueError, match=r"path is a URL \(s3://...\)"):
+        saver.save_async(state(1), "s3://bucket/model.pt")
+    with pytest.raises(ValueError, match=r"path is a URL \(s3://...\)"), write_container("s3://bucket/a.slip"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plain_object_is_loaded_like_a_file(url, tmp_path):

@@ -285,17 +285,22 @@ class CommittedRun:
             raise CorruptFileError(f"is not a commit ({error})") from None
         version = document.get("version")
         if version != VERSION or isinstance(version, bool):
-            raise FormatVersionError(f"has commit version {str(version)[:40]}, this release reads {VERSION}")
+            raise FormatVersionError(f"has commit version {repr(version)[:40]}, this release reads {VERSION}")
         sequence = document.get("sequence")
         if type(sequence) is not int or name != _commit_name(sequence):
-            raise CorruptFileError(f"says that its number is {str(sequence)[:40]}")
+            raise CorruptFileError(f"says that its number is {repr(sequence)[:40]}")
         metadata = unflatten(document.get("metadata"), [])
         if not isinstance(metadata, dict):
             raise CorruptFileError("has no metadata")
         step = metadata.get("step")
         metrics = metadata.get("metrics")
         time = metadata.get("time")
-        if type(step) is not int or step < 0 or not isinstance(metrics, dict) or not isinstance(time, float):
+        if (
+            type(step) is not int
+            or not 0 <= step <= _MAX_NUMBER
+            or not isinstance(metrics, dict)
+            or not isinstance(time, float)
+        ):
             raise CorruptFileError("has metadata without a step, metrics and a time")
         identity = document.get("identity")
         if not isinstance(identity, str):

@@ -6,6 +6,7 @@ import logging
 import operator
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from slipstream.checkpoint.commits import CommittedRun
 from slipstream.checkpoint.folder import CheckpointFile, CheckpointFolder
@@ -48,25 +49,34 @@ class Mirror:
         # The numbers of files that retention would delete from the store at once.
         self._unwanted: set[int] = set()
         self._answered = Notifier()
-        self._has_waited = False
+        self._has_answered = False
+        self._has_saved = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Threads cannot be pickled. Where it is loaded, another one starts.
+        return type(self), (self._files, self.run.url, self._policy), {"on_upload": self.on_upload}
 
     def highest_sequence(self) -> int:
         """Return the highest number of a commit, as far as that is known. Waits for the first answer of the store."""
         self.uploader.wake()
-        if not self._has_waited:
+        if not self._has_saved:
             # Once: a store that is not available must not delay every save.
-            self._has_waited = True
-            self._answered.wait_until(self._has_answered, _FIRST_ANSWER_S)
+            self._has_saved = True
+            self._answered.wait_until(self._is_answered, _FIRST_ANSWER_S)
         return max(self._sequences or (), default=0)
 
-    def _has_answered(self) -> bool:
-        return self._sequences is not None
+    def _is_answered(self) -> bool:
+        return self._has_answered
 
     def pending(self) -> list[CheckpointFile]:
         """Return what the store does not have and should keep, newest first."""
         if self._sequences is None:
-            self.scan()
-            self._answered.notify_all()
+            try:
+                self.scan()
+            finally:
+                # That it is not available is an answer, too.
+                self._has_answered = True
+                self._answered.notify_all()
         missing = self._missing()
         if not missing:
             return []
@@ -95,12 +105,14 @@ class Mirror:
         return missing
 
     def upload(self, item: CheckpointFile) -> int:
-        """Upload a checkpoint, then delete from the store what the policy does not keep."""
+        """Upload a checkpoint. If this process saves, also delete from the store what the policy does not keep."""
         committed, num_bytes = self.run.upload(item.path)
         if self._sequences is not None:
             self._sequences.add(committed.sequence)
         self.on_upload(item)
-        self.prune()
+        # What was only opened to be read may have another policy.
+        if self._has_saved:
+            self.prune()
         return num_bytes
 
     def prune(self) -> list[int]:

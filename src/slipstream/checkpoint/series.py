@@ -141,8 +141,7 @@ class Series:
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickled series starts with a whole checkpoint: memory of a pool cannot be pickled.
-        # Threads cannot be pickled either. What this process saves is uploaded by the one that has the mirror.
-        return {**vars(self), "_previous": None, "_mirror": None}
+        return {**vars(self), "_previous": None}
 
     def _next_sequence(self, files: Sequence[CheckpointFile]) -> int:
         """Return the number of the next save: above all that are in the folder, and all that were."""

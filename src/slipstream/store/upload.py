@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.errors import CorruptFileError, FormatVersionError, WriterConflictError
+from slipstream.store.background import NICENESS, set_niceness
 from slipstream.store.lifetime import grace_period_s
 from slipstream.store.urls import ObjectPath
 from slipstream.text import format_bytes, plural
@@ -202,6 +203,7 @@ class Uploader:
 
     def _run(self) -> None:
         """Upload until the uploader is closed; runs on its thread."""
+        set_niceness(threading.get_native_id(), NICENESS)
         delay_s = _FIRST_DELAY_S
         while not self._has_given_up:
             # Calls of `wake` from here on are not covered by what follows.
