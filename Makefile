@@ -19,10 +19,10 @@ demo: .venv/.installed ## Train a policy in minutes, evaluate it and write a rep
 	@echo "  tensorboard --logdir runs                 # curves"
 	@echo "  wandb sync runs/demo/wandb/offline-run-*  # upload to Weights & Biases"
 
-test: .venv/.installed ## Run the tests
+test: .venv/.installed .venv/.moto ## Run the tests
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
-test-all: .venv/.installed ## Run all tests, including the long ones
+test-all: .venv/.installed .venv/.moto ## Run all tests, including the long ones
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "slow or not slow"
 
 check: .venv/.installed ## Check style, formatting and types
@@ -35,7 +35,7 @@ fix: .venv/.installed ## Apply automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/python -m tests.style
 
-BENCHES := codecs checkpoint rollout replay datasets train processes remote
+BENCHES := codecs checkpoint objects rollout replay datasets train processes remote
 
 bench: .venv/.bench ## Run short benchmarks and update docs/benchmarks.md
 	for name in $(BENCHES); do $(BIN)/python bench/$$name.py --quick --write docs/benchmarks.md || exit 1; done
@@ -99,6 +99,9 @@ print(version)
 endef
 export LINK_TORCH
 
+MOTO_PIP_INSTALL = $(shell [ -x $(BIN)/pip ] && echo $(BIN)/python || echo $(PYTHON)) -m pip --python .venv/moto/bin/python \
+	install -qq --disable-pip-version-check
+
 .venv/.installed: requirements.txt pyproject.toml | .venv/bin/python
 	@set -e; \
 	torch=$$($(PYTHON) -c "$$LINK_TORCH"); \
@@ -114,6 +117,13 @@ export LINK_TORCH
 	fi
 	@$(PIP_INSTALL) -r .venv/requirements.txt
 	@$(PIP_INSTALL) --no-deps --editable .
+	@touch $@
+
+# An S3 server for the tests of object stores. It needs another antlr4 than Hydra, so it has a separate environment.
+.venv/.moto: | .venv/.installed
+	@echo "Installing an S3 server for the tests"
+	@$(BIN)/python -m venv --without-pip .venv/moto
+	@$(MOTO_PIP_INSTALL) 'moto[server]>=5.1' || echo "moto cannot be installed; tests that need an S3 server are skipped"
 	@touch $@
 
 .venv/.bench .venv/.docs: .venv/.%: pyproject.toml | .venv/.installed

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -36,3 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, handler in replacements.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """Yield the URL of a bucket on this machine, whose credentials are in the environment."""
+    from tests.s3 import BUCKET, environment, serving_s3
+
+    with serving_s3() as endpoint, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(endpoint).items():
+            patch.setenv(name, value)
+        yield f"s3://{BUCKET}"

@@ -38,8 +38,8 @@ LAYERS = [
 ]
 # What works without torch: commands answer at once, and files can be read where torch is not installed.
 TORCH_FREE = {"errors", "checks", "floats", "text", "threads", "memory", "codecs", "store", "schema", "trajectory"}
-TORCH_FREE |= {f"checkpoint.{name}" for name in ("archive", "delta", "folder", "formats", "inspect", "layout")}
-TORCH_FREE |= {f"checkpoint.{name}" for name in ("reader", "retention", "verify")}
+TORCH_FREE |= {f"checkpoint.{name}" for name in ("archive", "commits", "delta", "finding", "folder", "formats")}
+TORCH_FREE |= {f"checkpoint.{name}" for name in ("inspect", "layout", "mirror", "reader", "retention", "verify")}
 TORCH_FREE |= {"rollout.files", "rollout.layout", "rollout.reading", "report", "cli", "__main__"}
 
 

@@ -10,10 +10,10 @@ from .checkpoint.diff import compare_checkpoints as compare_checkpoints
 from .checkpoint.inspect import inspect_checkpoint as inspect_checkpoint
 from .checkpoint.load import load_checkpoint as load_checkpoint
 from .checkpoint.manager import CheckpointManager as CheckpointManager
-from .checkpoint.manager import Restored as Restored
 from .checkpoint.model import format_checkpoint_name as format_checkpoint_name
 from .checkpoint.model import get_model_size as get_model_size
 from .checkpoint.model import print_model_info as print_model_info
+from .checkpoint.restoring import Restored as Restored
 from .checkpoint.saver import AsyncCheckpointSaver as AsyncCheckpointSaver
 from .checkpoint.saver import SaveResult as SaveResult
 from .checkpoint.state import TrainingState as TrainingState
@@ -56,10 +56,12 @@ from .errors import ReplayError as ReplayError
 from .errors import RolloutError as RolloutError
 from .errors import SlipstreamError as SlipstreamError
 from .errors import StateMismatchError as StateMismatchError
+from .errors import StoreError as StoreError
 from .errors import TornStateError as TornStateError
 from .errors import UnsupportedDtypeError as UnsupportedDtypeError
 from .errors import UnsupportedStateError as UnsupportedStateError
 from .errors import WriteError as WriteError
+from .errors import WriterConflictError as WriterConflictError
 from .nav.config import NavigationConfig as NavigationConfig
 from .nav.env import NavigationEnv as NavigationEnv
 from .replay.dict_buffer import DictReplayBuffer as DictReplayBuffer

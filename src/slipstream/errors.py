@@ -20,6 +20,8 @@
     ├── RankLostError         (RuntimeError)  another process of a distributed run exited or cannot be reached
     ├── OrderError            (RuntimeError)  a rollout or a flight that another process should compute failed
     ├── LockedError           (TimeoutError)  another process holds a lock; the message says which
+    ├── StoreError            (ConnectionError) an object store cannot be reached, or refuses a request
+    ├── WriterConflictError   (RuntimeError)  another process writes checkpoints to the same URL
     ├── WriteError            (OSError)       a write failed; the previous file is untouched
     │   └── DiskFullError                     ... because there was no space left
     ├── QueueFullError        (RuntimeError)  the background queue is full and its policy is ``raise``
@@ -55,10 +57,12 @@ __all__ = [
     "RolloutError",
     "SlipstreamError",
     "StateMismatchError",
+    "StoreError",
     "TornStateError",
     "UnsupportedDtypeError",
     "UnsupportedStateError",
     "WriteError",
+    "WriterConflictError",
 ]
 
 
@@ -147,6 +151,14 @@ class OrderError(SlipstreamError, RuntimeError):
 
 class LockedError(SlipstreamError, TimeoutError):
     """Another process, or another part of this one, holds a lock; the message says who, if that is known."""
+
+
+class StoreError(SlipstreamError, ConnectionError):
+    """An object store cannot be reached, or refuses to be read; the message names the URL, without credentials."""
+
+
+class WriterConflictError(SlipstreamError, RuntimeError):
+    """Another process writes checkpoints to the same URL; nothing of it was replaced, and local files stay."""
 
 
 class WriteError(SlipstreamError, OSError):

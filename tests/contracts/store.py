@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,11 @@ class StoreContract:
 
     Attributes:
         between_processes: Whether a store that is pickled and loaded in another process is the same store.
+        num_examples: How many random sequences of operations to try.
     """
 
     between_processes = True
+    num_examples = 40
 
     @pytest.fixture
     def new_store(self, tmp_path_factory: pytest.TempPathFactory) -> NewStore:
@@ -99,6 +102,7 @@ class StoreContract:
         content = bytes(range(256)) * 40_000
         store.put_new("large", content)
         assert store.get("large") == content
+        assert store.size_bytes("large") == len(content)
         assert store.get_ranges("large", [Range(9_999_999, 2)]) == [content[9_999_999:10_000_001]]
 
     def test_an_object_is_never_replaced(self, store):
@@ -112,6 +116,8 @@ class StoreContract:
         for name in ("absent", "folder", "folder/b", "folder/a/b"):
             with pytest.raises(FileNotFoundError, match=name):
                 store.get(name)
+            with pytest.raises(FileNotFoundError, match=name):
+                store.size_bytes(name)
             with pytest.raises(FileNotFoundError, match=name):
                 store.get_ranges(name, [])
 
@@ -149,6 +155,14 @@ class StoreContract:
         assert store.list("a/1/x") == []
         assert store.list("absent/") == []
 
+    def test_a_listing_says_when_objects_were_created(self, store):
+        store.put_new("first", b"")
+        store.put_new("second", b"")
+        first, second = store.list()
+        # All stores of the tests use the clock of this machine; some have whole seconds only.
+        assert first.modified_s <= second.modified_s <= time.time()
+        assert first.modified_s > time.time() - 3600
+
     @pytest.mark.parametrize("prefix", ["../", "a/../", "//"])
     def test_a_prefix_that_no_name_begins_with_is_refused(self, store, prefix):
         with pytest.raises(ValueError, match="store name"):
@@ -162,6 +176,7 @@ class StoreContract:
             lambda: store.put_file(name, tmp_path / "file"),
             lambda: store.get(name),
             lambda: store.get_ranges(name, []),
+            lambda: store.size_bytes(name),
             lambda: store.delete(name),
         ):
             with pytest.raises(ValueError, match="store name"):
@@ -279,7 +294,10 @@ class StoreContract:
         run_state_machine_as_test(
             Machine,
             settings=settings(
-                max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+                max_examples=self.num_examples,
+                stateful_step_count=20,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
             ),
         )
 
@@ -287,7 +305,7 @@ class StoreContract:
         content = bytes(range(50))
         store.put_new("a", content)
 
-        @settings(max_examples=100, deadline=None)
+        @settings(max_examples=2 * self.num_examples, deadline=None)
         @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=6))
         def check(pairs: list[tuple[int, int]]) -> None:
             ranges = [Range(min(pair), max(pair) - min(pair)) for pair in pairs]

@@ -23,7 +23,8 @@ except ImportError as error:
     ) from error
 
 from slipstream.adapters.manager import LazyManager
-from slipstream.checkpoint.manager import CheckpointManager, Restored
+from slipstream.checkpoint.manager import CheckpointManager
+from slipstream.checkpoint.restoring import Restored
 from slipstream.checkpoint.state import TrainingState
 from slipstream.checks import require_count
 from slipstream.errors import StateMismatchError

@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import operator
@@ -17,6 +18,7 @@ from typing import Any
 
 from slipstream.checkpoint.reader import NativeReader
 from slipstream.errors import CorruptFileError, FormatVersionError
+from slipstream.store.base import FileInfo
 
 SUFFIX = ".slip"
 # The second form is for a file that had to make way for another of the same name.
@@ -41,6 +43,7 @@ class CheckpointFile:
         identity: The same for all copies of it, and for every way to store it.
         parents: The identities of the checkpoints that it is stored against, nearest first; empty if it is whole.
         thinned: What was removed from it, in words; empty if it is complete.
+        pieces: The objects that contain it, if it is in an object store. Then `path` is a URL.
     """
 
     path: Path
@@ -52,6 +55,7 @@ class CheckpointFile:
     thinned: tuple[str, ...] = ()
     time: float = 0.0
     is_link: bool = False
+    pieces: tuple[FileInfo, ...] = ()
 
     # Cached, because a plan asks for these several times per file, and a run may keep thousands of files.
     @functools.cached_property
@@ -78,7 +82,7 @@ class CheckpointFolder:
 
     def name_for(self, step: int) -> Path:
         """Return where a new checkpoint of a step is written."""
-        return self.path / f"checkpoint_iter_{step}{SUFFIX}"
+        return self.path / managed_name(step)
 
     def scan(self) -> list[CheckpointFile]:
         """Return the readable checkpoints, in the order in which they were saved."""
@@ -158,6 +162,11 @@ def _is_alias(entry: os.DirEntry[str]) -> bool:
     return target.parent == Path(os.path.realpath(path.parent)) and target.exists()
 
 
+def managed_name(step: int) -> str:
+    """Return the name of the file of a step."""
+    return f"checkpoint_iter_{step}{SUFFIX}"
+
+
 def has_managed_name(name: str) -> bool:
     """Return whether a manager may have given a file its name."""
     return _MANAGED_NAME.fullmatch(name) is not None
@@ -172,8 +181,16 @@ def _describe(path: Path) -> CheckpointFile | None:
         FormatVersionError: If another version of the format wrote it.
     """
     with NativeReader(path) as file:
-        metadata = file.metadata
-        header = file.header
+        found = describe(file)
+    if found is None:
+        return None
+    return dataclasses.replace(found, is_link=path.is_symlink())
+
+
+def describe(file: NativeReader) -> CheckpointFile | None:
+    """Return what an open checkpoint says about itself; None if no manager wrote it."""
+    metadata = file.metadata
+    header = file.header
     if header.sequence is None or not isinstance(metadata, dict):
         return None
     step = metadata.get("step")
@@ -182,9 +199,8 @@ def _describe(path: Path) -> CheckpointFile | None:
     if type(step) is not int or not isinstance(metrics, dict) or not isinstance(time, float):
         return None
     parents = tuple(parent.identity for parent in header.parents)
-    return CheckpointFile(
-        path, step, header.sequence, metrics, header.identity, parents, header.thinned, time, path.is_symlink()
-    )
+    path = file.container.path
+    return CheckpointFile(path, step, header.sequence, metrics, header.identity, parents, header.thinned, time)
 
 
 def no_checkpoint(folder: Path, problem: str = "no checkpoint in folder") -> FileNotFoundError:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import math
 import os
 from collections.abc import Mapping
@@ -16,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.checkpoint.folder import FILE_ERRORS, SUFFIX, no_checkpoint
+from slipstream.checkpoint.finding import find_sources, open_checkpoint
+from slipstream.checkpoint.folder import FILE_ERRORS
 from slipstream.checkpoint.formats import FormatName, find_format
-from slipstream.checkpoint.layout import KIND, Ancestor
+from slipstream.checkpoint.layout import Ancestor
 from slipstream.checkpoint.reader import NativeReader
-from slipstream.errors import CorruptFileError, FormatVersionError, naming
+from slipstream.errors import CorruptFileError, StoreError, naming
 from slipstream.schema.structure import Leaf, check_fits, leaves_of
 from slipstream.store.container import Container
 from slipstream.store.index import Entry
+from slipstream.store.urls import ObjectPath, as_path
 
 # What is shown in place of a codec.
 _SAME = "same"
@@ -180,7 +181,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointListing:
     not be there. Other formats have no index that says everything, so they are loaded, without running code from them.
 
     Args:
-        path: The file.
+        path: The file, or its URL in an object store.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -196,7 +197,9 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointListing:
         >>> [(tensor.name, tensor.shape) for tensor in inspect_checkpoint("/tmp/slipstream-doc/inspect.slip").tensors]
         [('w', (3, 2))]
     """
-    path = Path(path)
+    path = as_path(path)
+    if isinstance(path, ObjectPath):
+        return _list_native(open_checkpoint(path))
     # By content, not by name: files get renamed.
     found = find_format(path)
     if found == "native":
@@ -210,17 +213,21 @@ def inspect_folder(folder: str | os.PathLike[str]) -> FolderListing:
     Files that cannot be read are listed with the reason, and do not keep the others from being listed.
 
     Args:
-        folder: The folder.
+        folder: The folder, or the URL of a run in an object store.
 
     Raises:
         FileNotFoundError: If there is no such folder, or no such file in it.
+        StoreError: If the store cannot be read.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     checkpoints = []
-    unreadable = {}
-    for path in find_native_files(folder):
+    sources, problems = find_sources(folder)
+    unreadable = {path: str(problem).removeprefix(f"{path}: ") for path, problem in problems.items()}
+    for path, open_source in sources.items():
         try:
-            checkpoints.append(_list_native(path))
+            checkpoints.append(_list_native(open_source()))
+        except StoreError:
+            raise
         except FILE_ERRORS as error:
             # The caller has the path already.
             unreadable[path] = str(error).removeprefix(f"{path}: ")
@@ -228,42 +235,13 @@ def inspect_folder(folder: str | os.PathLike[str]) -> FolderListing:
     return FolderListing(folder, tuple(checkpoints), unreadable)
 
 
-def find_native_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that are native checkpoints, or may have been ones before they were damaged.
-
-    Raises:
-        FileNotFoundError: If there is no such folder, or no such file in it.
-    """
-    # Globbing yields nothing for a folder that does not exist. This raises.
-    folder.stat()
-    candidates = sorted(folder.glob(f"*{SUFFIX}"), key=_natural_order)
-    paths = list(itertools.filterfalse(_is_other_kind, candidates))
-    if not paths:
-        raise no_checkpoint(folder, f"contains no checkpoint *{SUFFIX}")
-    return paths
-
-
-def _natural_order(path: Path) -> tuple[int, str]:
-    """Sort step 900 before step 1000."""
-    return len(path.name), path.name
-
-
 def _save_order(listing: CheckpointListing) -> tuple[bool, int, str]:
     return listing.sequence is None, listing.sequence or 0, listing.path.name
 
 
-def _is_other_kind(path: Path) -> bool:
-    """Return whether a file is an intact container of something else, such as a rollout."""
-    try:
-        with Container(path) as container:
-            return container.kind != KIND
-    except (OSError, CorruptFileError, FormatVersionError):
-        # Damaged: nothing says that it was something else.
-        return False
-
-
-def _list_native(path: Path) -> CheckpointListing:
-    with NativeReader(path) as reader, naming(path):
+def _list_native(source: Path | Container) -> CheckpointListing:
+    with NativeReader(source) as reader, naming(reader.container.path):
+        path = reader.container.path
         header = reader.header
         return CheckpointListing(
             path=path,

@@ -58,6 +58,11 @@ class EntryReader:
         for name in header.entries:
             if name not in self.own and name not in header.same:
                 raise CorruptFileError(f"the state needs entry {name[:200]!r}, which is missing")
+        if header.parents and self.container.is_in_store:
+            raise CorruptFileError(
+                f"is stored against another checkpoint ({header.parents[0].file[:80]!r}), which object stores do not "
+                "support; upload what `slipstream ckpt convert` makes of it"
+            )
         # Parents are looked for in the folder of a file. What is in memory may come from anyone and has no folder.
         if header.parents and self.container.is_in_memory:
             raise CorruptFileError(

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slipstream.checkpoint.finding import is_run, newest_first, open_checkpoint, open_pieces
 from slipstream.checkpoint.formats import find_format
 from slipstream.checkpoint.native import NativeFile
 from slipstream.checkpoint.portable.format import packed_path, read_portable
 from slipstream.checkpoint.portable.torch_file import first_line, require_device
-from slipstream.errors import CorruptFileError, naming
+from slipstream.errors import CorruptFileError, FormatVersionError, naming
 from slipstream.schema.flatten import flatten
 from slipstream.schema.keys import Keys
 from slipstream.schema.unflatten import unflatten
+from slipstream.store.urls import ObjectPath, as_path
 from slipstream.tensors import TORCH
 from slipstream.text import install_hint
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["find_format", "load_checkpoint", "move"]
 
@@ -43,7 +48,8 @@ def load_checkpoint(
 
     Args:
         path: The file. If ``<path>.lz4`` exists as well, the newer of the two is loaded: a crash during a save may
-            leave both.
+            leave both. Or a URL: that of a run in an object store, of which the newest intact checkpoint is loaded; of
+            one of its checkpoints, such as ``s3://bucket/run/checkpoint_iter_100.slip``; or of a native file.
         device: Where tensors go.
         keys: Load only what is under these keys: one name or pattern such as ``"policy"`` or ``"policy/actor.*"``, or
             a collection of names, patterns and tuples such as ``("optimizer", "state", 0)``. Native files read only the
@@ -56,7 +62,8 @@ def load_checkpoint(
         FormatVersionError: If a newer release wrote it.
         KeyError: If one of the `keys` matches nothing; names all that do not.
         ConfigurationError: If the device is not available.
-        ImportError: If it is a safetensors file, and that package is not installed.
+        ImportError: If it is a safetensors file, or in an object store, and the package for that is not installed.
+        StoreError: If an object store cannot be read.
 
     Example:
         >>> import torch
@@ -67,13 +74,32 @@ def load_checkpoint(
         {'weight': tensor([1., 1., 1.])}
     """
     require_device(device)
+    path = as_path(path)
+    if isinstance(path, ObjectPath):
+        return _load_object(path, device, keys)
     for _ in range(_ATTEMPTS - 1):
         try:
-            return load_file(newest_file(Path(path)), device, keys=keys, weights_only=weights_only)
+            return load_file(newest_file(path), device, keys=keys, weights_only=weights_only)
         except FileNotFoundError:
             # Deleted after it was chosen. If there is no other file, the last attempt raises.
             continue
-    return load_file(newest_file(Path(path)), device, keys=keys, weights_only=weights_only)
+    return load_file(newest_file(path), device, keys=keys, weights_only=weights_only)
+
+
+def _load_object(url: ObjectPath, device: str | torch.device, keys: Keys | None) -> Any:
+    """Load a checkpoint from an object store. Fetches only what `keys` takes."""
+    if not is_run(url):
+        with NativeFile(open_checkpoint(url)) as file:
+            return move(file.load(keys), device)
+    failure: Exception | None = None
+    for committed in newest_first(url):
+        try:
+            with NativeFile(open_pieces(committed)) as file:
+                return move(file.load(keys), device)
+        except (CorruptFileError, FormatVersionError) as error:
+            logger.warning("skipping a checkpoint: %s", error)
+            failure = error
+    raise CorruptFileError(f"{url}: none of its checkpoints is intact") from failure
 
 
 def move(state: Any, device: str | torch.device) -> Any:

@@ -6,17 +6,17 @@ import logging
 import os
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 
-from slipstream.checkpoint.folder import FILE_ERRORS, CheckpointFile, CheckpointFolder, no_checkpoint
-from slipstream.checkpoint.load import move
-from slipstream.checkpoint.native import NativeFile, encode_metadata
+from slipstream.checkpoint.folder import CheckpointFolder, managed_name
+from slipstream.checkpoint.mirror import Mirror, Sources
+from slipstream.checkpoint.native import encode_metadata
 from slipstream.checkpoint.portable.torch_file import require_device
+from slipstream.checkpoint.restoring import Restored, restore_newest
 from slipstream.checkpoint.retention import Plan, RetentionPolicy, as_number, find_best
 from slipstream.checkpoint.saver import AsyncCheckpointSaver, SaveResult
 from slipstream.checkpoint.series import Series
@@ -25,31 +25,14 @@ from slipstream.checks import require_choice, require_count
 from slipstream.errors import BackgroundError, ConfigurationError, CorruptFileError, WriteError
 from slipstream.schema.unflatten import unflatten
 from slipstream.store.handle import Handle
+from slipstream.store.upload import spool_folder
+from slipstream.store.urls import ObjectPath, as_path
 from slipstream.store.worker import Policy
 
 logger = logging.getLogger(__name__)
 
 # The digits are part of a file name.
 _MAX_STEP = (1 << 63) - 1
-# How often to look again if files vanish while they are read.
-_ATTEMPTS = 5
-
-
-@dataclass(frozen=True)
-class Restored:
-    """A checkpoint that was read.
-
-    Attributes:
-        step: The step it was saved with, whatever its file is called.
-        state: The state.
-        metrics: The metrics that were saved with it.
-        thinned: What was removed from it after it was saved, in words; empty if it is complete.
-    """
-
-    step: int
-    state: Any
-    metrics: dict[str, Any] = field(default_factory=dict)
-    thinned: tuple[str, ...] = ()
 
 
 class CheckpointManager:
@@ -60,8 +43,14 @@ class CheckpointManager:
     saved last, even if its step is lower than that of others. Several managers, in any number of processes, may use one
     folder. The folder is created by the first save.
 
+    With `checkpoint_url`, checkpoints are also uploaded to an object store: in the background, after they are durable
+    on local disk, newest first. A store that is not available delays nothing and fails nothing. What it lacks is
+    uploaded when it is available again, or when the next process starts.
+
     Args:
         folder: Where the checkpoints are, as ``checkpoint_iter_<step>.slip``. Files that you rename are never deleted.
+            Or the URL of a run in an object store, such as ``s3://bucket/runs/walker``: then local disk holds only what
+            is not uploaded yet.
         keep_last: Keep the N newest checkpoints; None keeps all.
         keep_every: Keep those whose step is a multiple of this, too.
         keep_best: Keep the best by a metric, too: ``("reward", "max")`` or ``("loss", "min")``.
@@ -74,9 +63,11 @@ class CheckpointManager:
         max_queue_size: How many saves may be waiting or being written.
         policy: What to do when the queue is full; see `AsyncCheckpointSaver`.
         compress: Whether to pack checkpoints.
+        checkpoint_url: Where to upload checkpoints to. The retention policy holds there, too, except for `thin`.
 
     Raises:
         ConfigurationError: If a setting is invalid.
+        ImportError: If the package for object stores is needed and not installed.
 
     Example:
         >>> import torch
@@ -99,26 +90,31 @@ class CheckpointManager:
         max_queue_size: int = 3,
         policy: Policy = "block",
         compress: bool = True,
+        checkpoint_url: str | os.PathLike[str] | None = None,
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if value is not None:
-                require_count(name, value)
-        if keep_best is not None:
-            _check_keep_best(keep_best)
-        if thin is not None and not isinstance(thin, Thin):
-            raise ConfigurationError(f"thin is {thin!r}, expected a Thin or None")
-        for name, flag in (("differential", differential), ("compress", compress)):
-            if not isinstance(flag, bool):
-                raise ConfigurationError(f"{name} is {flag!r}, expected True or False")
+        _check_flags(keep_last, keep_every, keep_best, thin, differential=differential, compress=compress)
         keep_full = None
         if thin is not None:
             keep_full = thin.keep_full
-        # Absolute, so that a later change of the working directory does not move the run.
-        self.folder = Path(folder).absolute()
+        self.folder, url = _resolve(folder, checkpoint_url)
+        if url is not None and differential:
+            raise ConfigurationError(
+                "differential=True does not work with an object store, which keeps complete checkpoints only: pass "
+                "differential=False, or no URL"
+            )
         self.keep_best = keep_best
         self._files = CheckpointFolder(self.folder)
         retention = RetentionPolicy(keep_last, keep_every, keep_best, keep_full)
-        self._series = Series(self._files, retention, thin, compress=compress, differential=differential)
+        self._mirror: Mirror | None = None
+        if url is not None:
+            self._mirror = Mirror(self._files, url, retention)
+        self._series = Series(
+            self._files, retention, thin, compress=compress, differential=differential, mirror=self._mirror
+        )
+        self._sources = Sources(self._files, self._mirror)
+        # Of a URL, local disk only has what is not uploaded yet.
+        self._is_spool = isinstance(as_path(folder), ObjectPath)
+        self._continue_uploads()
         warm = 1
         if differential:
             # One snapshot is being written, and the one before it is kept to be compared with.
@@ -127,6 +123,15 @@ class CheckpointManager:
         self.guard = self.saver.guard
         self.mutating = self.saver.mutating
         self._best_metric_seen = False
+
+    def _continue_uploads(self) -> None:
+        """Upload what an earlier process did not."""
+        if self._mirror is None:
+            return
+        if self._is_spool:
+            self._mirror.on_upload = self._series.discard
+        if self.folder.is_dir():
+            self._mirror.uploader.wake()
 
     def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> Handle[SaveResult]:
         """Save a state in the background, then apply the retention policy.
@@ -145,26 +150,31 @@ class CheckpointManager:
                 others.
             UnsupportedStateError: If state or metrics contain something that cannot be stored. Names the key.
             BackgroundError: If an earlier save failed and its error was not retrieved.
+            WriterConflictError: If another process uploads to the same URL.
         """
+        if self._mirror is not None:
+            self._mirror.uploader.raise_conflict()
         step = require_count("step", step, 0, _MAX_STEP)
         metadata = encode_metadata({"step": step, "metrics": dict(metrics or {}), "time": time.time()})
         self._check_best_metric(unflatten(metadata["metrics"], []))
         return self.saver.save(state, self._files.name_for(step), self._series, metadata)
 
     def path(self, step: int) -> Path:
-        """Return the file of the checkpoint of a step, or where it would be written."""
+        """Return the file of the checkpoint of a step, or where it would be written, or uploaded to."""
         file = self._files.find(step)
-        if file is None:
-            return self._files.name_for(step)
-        return file.path
+        if file is not None:
+            return file.path
+        if self._is_spool:
+            return self._sources.place / managed_name(step)
+        return self._files.name_for(step)
 
     def steps(self) -> list[int]:
-        """Return the steps that have a readable checkpoint on disk, in ascending order."""
-        return sorted({file.step for file in self._files.scan()})
+        """Return the steps that have a readable checkpoint, in ascending order."""
+        return sorted({file.step for file in self._sources.scan()})
 
     def latest(self) -> int | None:
         """Return the step of the checkpoint that was saved last, or None."""
-        files = self._files.scan()
+        files = self._sources.scan()
         if not files:
             return None
         return files[-1].step
@@ -173,7 +183,7 @@ class CheckpointManager:
         """Return the step that is best by `keep_best`, or None if no checkpoint has that metric."""
         if self.keep_best is None:
             raise ValueError("keep_best was not set, so there is no metric to choose the best by")
-        best = find_best(self._files.scan(), self.keep_best)
+        best = find_best(self._sources.scan(), self.keep_best)
         if best is None:
             return None
         return best.step
@@ -199,6 +209,7 @@ class CheckpointManager:
             CorruptFileError: If the one asked for, or every one, is damaged.
             KeyError: If a key matches nothing.
             ConfigurationError: If the device is not available.
+            StoreError: If the object store cannot be read and the folder has no checkpoint.
         """
         require_device(device)
         try:
@@ -207,29 +218,51 @@ class CheckpointManager:
             logger.warning("%s; restoring what is on disk", error)
         if step is not None:
             step = require_count("step", step, 0, _MAX_STEP)
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return self._read_newest(step, device, keys)
-            except FileNotFoundError:
-                # Another process may have deleted what was listed, and there may be a newer one.
-                if not self._files.scan():
-                    raise
-        return self._read_newest(step, device, keys)
+        return restore_newest(self._sources, step, device, keys)
 
     def flush(self, timeout: float | None = None) -> None:
         """Block until every save so far is durable."""
         self.saver.flush(timeout)
 
     def close(self, timeout: float | None = 60) -> None:
-        """Finish what is queued, then accept no more saves. Idempotent."""
+        """Finish what is queued, then accept no more saves. Idempotent.
+
+        Waits for uploads as well, for at most as long as a signal waits for background jobs, and not at all if the
+        store is not available. What is not uploaded by then is logged, and the next start uploads it.
+        """
         try:
             self.saver.shutdown(timeout)
         finally:
-            self._series.forget_parent()
+            self._end()
+
+    def wait_uploaded(self, timeout: float | None = None) -> bool:
+        """Block until all checkpoints are uploaded, or the store is not available; return whether all are.
+
+        Raises:
+            WriterConflictError: If another process uploads to the same URL.
+        """
+        if self._mirror is None:
+            return True
+        is_done = self._mirror.uploader.flush(timeout)
+        self._mirror.uploader.raise_conflict()
+        return is_done
+
+    def describe_uploads(self) -> str:
+        """Return the progress of uploads as one line; empty if nothing is uploaded."""
+        if self._mirror is None:
+            return ""
+        return self._mirror.uploader.describe()
 
     def get_stats(self) -> dict[str, float]:
-        """Return what `AsyncCheckpointSaver.get_stats` does, and ``retention_failures``: files not tidied up so far."""
-        return {**self.saver.get_stats(), "retention_failures": self._series.num_failures}
+        """Return what `AsyncCheckpointSaver.get_stats` does, and ``retention_failures``: files not tidied up so far.
+
+        With an object store, also ``upload_count, upload_failed_count, uploaded_bytes, upload_s`` and
+        ``upload_pending``.
+        """
+        stats = {**self.saver.get_stats(), "retention_failures": self._series.num_failures}
+        if self._mirror is not None:
+            stats |= self._mirror.uploader.get_stats()
+        return stats
 
     def __enter__(self) -> Self:
         return self
@@ -240,26 +273,35 @@ class CheckpointManager:
         try:
             self.saver.__exit__(kind, error, trace)
         finally:
-            self._series.forget_parent()
+            self._end()
+
+    def _end(self) -> None:
+        """Free what saves have kept, and end the thread that uploads."""
+        self._series.forget_parent()
+        if self._mirror is not None:
+            self._mirror.uploader.close()
 
     def plan(self) -> Plan:
-        """Return what `prune` would do, without doing it."""
+        """Return what `prune` would do to the files on local disk, without doing it."""
         return self._series.plan()
 
     def prune(self) -> list[int]:
-        """Apply the retention policy now; `save` does so, too. Returns the steps that were deleted.
+        """Apply the retention policy now; `save` does so, too. Returns the steps of the files that were deleted.
 
         Raises:
             WriteError: If files could not be changed or deleted. All others were.
         """
+        deleted = []
+        if self._mirror is not None:
+            deleted += self._mirror.prune()
         if not self.folder.is_dir():
-            return []
+            return deleted
         tidied = self._series.tidy()
         for path, error in tidied.failures.items():
             # A damaged delta cannot be made whole, and does not keep anything else from being tidied up.
             if not isinstance(error, CorruptFileError):
                 raise WriteError(0, f"cannot tidy up {path}: {error}") from error
-        return tidied.deleted
+        return sorted({*deleted, *tidied.deleted})
 
     def _check_best_metric(self, metrics: Mapping[str, Any]) -> None:
         """Refuse metrics that the best cannot be chosen by: otherwise retention would delete the best silently."""
@@ -278,73 +320,41 @@ class CheckpointManager:
                 f"{metric!r}: None if it was not measured yet"
             )
 
-    def _read_newest(
-        self, step: int | None, device: str | torch.device, keys: str | Collection[Any] | None
-    ) -> Restored:
-        """Read the newest checkpoint that can be read: of a step, or of all."""
-        files = self._files.scan()
-        problems = self._files.unreadable()
-        failures = list(problems.values())
-        if step is not None:
-            files = [file for file in files if file.step == step]
-            failures = []
-            # Only its name tells which step a file was, if nothing else can be read.
-            if self._files.name_for(step) in problems:
-                failures.append(problems[self._files.name_for(step)])
-        for file in reversed(files):
-            try:
-                restored = self._read(file, device, keys)
-            except FILE_ERRORS as error:
-                failures.append(error)
-                continue
-            for failure in failures:
-                logger.warning("skipping a checkpoint: %s", failure)
-            if failures:
-                logger.warning("restored step %d from %s, the newest that is intact", file.step, file.path)
-                if restored.thinned:
-                    logger.warning(
-                        "step %d was thinned (%s), so a run cannot resume from it exactly; Thin(keep_full=2) or more "
-                        "keeps an older checkpoint complete",
-                        file.step,
-                        ", ".join(restored.thinned),
-                    )
-            return restored
-        raise self._nothing_to_restore(step, failures)
 
-    def _read(self, file: CheckpointFile, device: str | torch.device, keys: str | Collection[Any] | None) -> Restored:
-        try:
-            return _load(file, device, keys)
-        except FILE_ERRORS:
-            # Another process may have made it whole and deleted its parent while it was read here.
-            for other in self._files.scan():
-                if other.identity == file.identity and other != file:
-                    return _load(other, device, keys)
-            raise
-
-    def _nothing_to_restore(self, step: int | None, failures: list[Exception]) -> Exception:
-        """Return the error for a folder without an intact checkpoint."""
-        # What vanished while it was read is not damaged.
-        damaged = [failure for failure in failures if not isinstance(failure, FileNotFoundError)]
-        for failure in damaged:
-            logger.warning("skipping a checkpoint: %s", failure)
-        if not damaged and step is not None:
-            known = ", ".join(map(str, self.steps())) or "none"
-            return no_checkpoint(self.folder, f"no checkpoint of step {step}, the folder has {known}")
-        if not damaged:
-            return no_checkpoint(self.folder)
-        if step is None:
-            error = CorruptFileError(f"{self.folder}: none of its {len(damaged)} checkpoints is intact")
-        else:
-            error = CorruptFileError(f"no checkpoint of step {step} can be read ({damaged[-1]})")
-        error.__cause__ = damaged[0]
-        return error
+def _resolve(
+    folder: str | os.PathLike[str], checkpoint_url: str | os.PathLike[str] | None
+) -> tuple[Path, ObjectPath | None]:
+    """Return the folder on local disk and the URL to upload to, if any."""
+    path = as_path(folder)
+    if isinstance(path, ObjectPath):
+        if checkpoint_url is not None:
+            raise ConfigurationError("folder and checkpoint_url are both URLs, expected a folder on local disk")
+        return spool_folder(path), path
+    # Absolute, so that a later change of the working directory does not move the run.
+    if checkpoint_url is None:
+        return path.absolute(), None
+    url = as_path(checkpoint_url)
+    if not isinstance(url, ObjectPath):
+        raise ConfigurationError(
+            f"checkpoint_url is {str(url)!r}, expected a URL such as s3://bucket/runs/walker or file:///folder"
+        )
+    return path.absolute(), url
 
 
-def _load(file: CheckpointFile, device: str | torch.device, keys: str | Collection[Any] | None) -> Restored:
-    with NativeFile(file.path) as native:
-        state = move(native.load(keys), device)
-        metrics = native.metadata["metrics"]
-    return Restored(file.step, state, metrics, file.thinned)
+def _check_flags(
+    keep_last: Any, keep_every: Any, keep_best: Any, thin: Any, *, differential: Any, compress: Any
+) -> None:
+    """Raise `ConfigurationError` if a setting is invalid."""
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None:
+            require_count(name, value)
+    if keep_best is not None:
+        _check_keep_best(keep_best)
+    if thin is not None and not isinstance(thin, Thin):
+        raise ConfigurationError(f"thin is {thin!r}, expected a Thin or None")
+    for name, flag in (("differential", differential), ("compress", compress)):
+        if not isinstance(flag, bool):
+            raise ConfigurationError(f"{name} is {flag!r}, expected True or False")
 
 
 def _check_keep_best(keep_best: Any) -> None:

@@ -23,6 +23,7 @@ from slipstream.checkpoint.snapshot import Snapshot, snapshot_pool, take_snapsho
 from slipstream.checks import require_choice, require_count
 from slipstream.codecs.bytes import MAX_LZ4_LEVEL
 from slipstream.store.handle import Handle
+from slipstream.store.local import refuse_url
 from slipstream.store.worker import Policy, Worker
 from slipstream.text import format_bytes
 
@@ -321,6 +322,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
     # A path that ends with "/" or "." is a folder, whether it exists or not.
     if not isinstance(text, str) or text.rpartition("/")[2] in ("", ".", ".."):
         raise ValueError(f"path is {text!r}, expected the name of a file")
+    refuse_url(text)
     return Path(text).absolute()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from slipstream.checkpoint.delta import Parent
 from slipstream.checkpoint.folder import FILE_ERRORS, CheckpointFile, CheckpointFolder
 from slipstream.checkpoint.layout import MAX_LINKS, Ancestor
+from slipstream.checkpoint.mirror import Mirror
 from slipstream.checkpoint.native import StoredState, rewrite_whole, write_native
 from slipstream.checkpoint.reader import NativeReader
 from slipstream.checkpoint.retention import (
@@ -64,6 +65,7 @@ class Series:
         thin: What older ones lose, if anything.
         compress: Whether to pack checkpoints.
         differential: Whether to store checkpoints against each other.
+        mirror: What uploads them, if anything.
 
     Attributes:
         num_failures: How many files could not be deleted, thinned or completed so far.
@@ -79,8 +81,10 @@ class Series:
         *,
         compress: bool,
         differential: bool,
+        mirror: Mirror | None = None,
     ) -> None:
         self._files = files
+        self._mirror = mirror
         self._policy = policy
         self._thin = thin
         self._compress = compress
@@ -108,6 +112,8 @@ class Series:
                 stored = self._store(path, snapshot, metadata, None, sequence)
             self._remember(stored, snapshot)
             self._tidy_after(path)
+        if self._mirror is not None:
+            self._mirror.uploader.wake()
         return stored
 
     def plan(self) -> Plan:
@@ -118,6 +124,13 @@ class Series:
         """Apply the retention policy now."""
         with self._locked():
             return self._carry_out(self.plan())
+
+    def discard(self, file: CheckpointFile) -> None:
+        """Delete a file that is somewhere else as well, unless a save has replaced it."""
+        with self._locked():
+            for other in self._files.scan():
+                if (other.path, other.sequence, other.identity) == (file.path, file.sequence, file.identity):
+                    other.path.unlink(missing_ok=True)
 
     def forget_parent(self) -> None:
         """Free the memory of the previous checkpoint. The next one is whole. Idempotent."""
@@ -134,6 +147,8 @@ class Series:
         """Return the number of the next save: above all that are in the folder, and all that were."""
         # A file may be unreadable for a moment. Its number must not be used again.
         highest = max((file.sequence for file in files), default=0)
+        if self._mirror is not None:
+            highest = max(highest, self._mirror.highest_sequence())
         self._last_sequence = max(self._last_sequence, highest) + 1
         return self._last_sequence
 

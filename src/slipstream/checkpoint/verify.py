@@ -6,24 +6,27 @@ of a delta. Native files are verified without torch.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.checkpoint.finding import Opener, find_sources, open_checkpoint
 from slipstream.checkpoint.formats import ZIP_MAGIC, FormatName, find_format
-from slipstream.checkpoint.inspect import find_native_files
 from slipstream.checkpoint.portable.archive import Archive
 from slipstream.checkpoint.reader import NativeReader
-from slipstream.errors import CorruptFileError, FormatVersionError, naming
+from slipstream.errors import CorruptFileError, FormatVersionError, StoreError, naming
+from slipstream.store.container import Container
 from slipstream.store.local import check_regular, open_regular
+from slipstream.store.urls import ObjectPath, as_path
 
 Progress = Callable[[Path, int, int], object]
 """Called with the file that is being verified, the number of bytes that are done, and their total."""
 
 # By device and inode: what was found in each file. Checkpoints of a folder may have the same parents.
-_Known = dict[tuple[int, int], list[str]]
+_Known = dict[object, list[str]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def verify_checkpoint(path: str | os.PathLike[str], progress: Progress | None = 
     Never runs code from the file. Of native files one entry at a time is in memory; other formats are loaded.
 
     Args:
-        path: The file.
+        path: The file, or its URL in an object store.
         progress: Called after each entry of a native file.
 
     Returns:
@@ -92,14 +95,18 @@ def verify_checkpoint(path: str | os.PathLike[str], progress: Progress | None = 
         >>> verify_checkpoint("/tmp/slipstream-doc/verify.slip").is_sound
         True
     """
-    return _verify(Path(path), progress or _ignore, {})
+    path = as_path(path)
+    if isinstance(path, ObjectPath):
+        return _verify_stored(path, functools.partial(open_checkpoint, path), progress or _ignore, {})
+    return _verify(path, progress or _ignore, {})
 
 
 def verify_folder(folder: str | os.PathLike[str], progress: Progress | None = None) -> Iterator[Verification]:
     """Verify the native checkpoints of a folder, one after another. Parents that several have are verified once.
 
     Args:
-        folder: The folder. All files ``*.slip`` are verified, except containers of another kind.
+        folder: The folder, or the URL of a run in an object store. All files ``*.slip`` are verified, except containers
+            of another kind.
         progress: Called after each entry.
 
     Yields:
@@ -109,9 +116,18 @@ def verify_folder(folder: str | os.PathLike[str], progress: Progress | None = No
         FileNotFoundError: If there is no such folder, or no such file in it.
     """
     known: _Known = {}
-    for path in find_native_files(Path(folder)):
+    folder = as_path(folder)
+    sources, unreadable = find_sources(folder)
+    for path, error in unreadable.items():
+        yield Verification(path, None, problems=(str(error),))
+    for path, open_source in sources.items():
         try:
-            yield _verify(path, progress or _ignore, known)
+            if isinstance(path, ObjectPath):
+                yield _verify_stored(path, open_source, progress or _ignore, known)
+            else:
+                yield _verify(path, progress or _ignore, known)
+        except StoreError:
+            raise
         except OSError as error:
             # Deleted in the meantime, a dangling link, or not readable: the other files are verified nevertheless.
             problem = f"{path}: cannot be read ({error.strerror or error})"
@@ -142,16 +158,24 @@ def _verify(path: Path, progress: Progress, known: _Known) -> Verification:
         return Verification(path, found, problems=(str(error),))
 
 
-def _verify_native(path: Path, progress: Progress, known: _Known) -> Verification:
-    with NativeReader(path) as reader:
+def _verify_stored(path: ObjectPath, open_source: Opener, progress: Progress, known: _Known) -> Verification:
+    """Verify a checkpoint of an object store."""
+    try:
+        return _verify_native(open_source(), progress, known)
+    except (CorruptFileError, FormatVersionError) as error:
+        return Verification(path, None, problems=(str(error),))
+
+
+def _verify_native(source: Path | Container, progress: Progress, known: _Known) -> Verification:
+    with NativeReader(source) as reader:
+        path = reader.container.path
         files, missing = _open_lineage(reader)
         problems = list(missing)
         num_chunks = 0
         num_regions = 0
         # Parents first: a child of a damaged parent cannot be decoded, which need not be reported again.
         for file in reversed(files):
-            status = file.container.path.stat()
-            key = (status.st_dev, status.st_ino)
+            key = _key_of(file)
             if missing:
                 # Without all parents nothing can be decoded, but the bytes that are there have checksums.
                 damage = _find_damaged_chunks(file)
@@ -167,6 +191,15 @@ def _verify_native(path: Path, progress: Progress, known: _Known) -> Verificatio
                 num_regions += len(file.table)
     distinct = tuple(dict.fromkeys(problems))
     return Verification(path, "native", num_chunks, num_regions, len(files) - 1, problems=distinct)
+
+
+def _key_of(file: NativeReader) -> object:
+    """Return the same for the same file."""
+    path = file.container.path
+    if isinstance(path, ObjectPath):
+        return path
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _open_lineage(reader: NativeReader) -> tuple[list[NativeReader], list[str]]:

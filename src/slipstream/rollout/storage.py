@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,10 +18,13 @@ import torch
 from slipstream.checks import require_count
 from slipstream.codecs import Codec
 from slipstream.rollout.batch import BatchFile, split_batch
-from slipstream.rollout.files import SUFFIX, write_rollout, zstd_level
+from slipstream.rollout.files import write_rollout, zstd_level
 from slipstream.rollout.layout import Key, Rollout
+from slipstream.rollout.uploads import RolloutUploads, find_iterations, rollout_name, surplus
 from slipstream.store.handle import Handle
 from slipstream.store.local import make_folder
+from slipstream.store.upload import spool_folder
+from slipstream.store.urls import ObjectPath, as_path
 from slipstream.store.worker import Policy, Worker
 from slipstream.threads import background_threads
 
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SETTLED_FOR = 16
-_NAME = re.compile(r"rollout_(\d{6,})\.slip")
 
 
 class RolloutStorage:
@@ -43,8 +44,12 @@ class RolloutStorage:
     `save`, `flush` or `close`. Normal exit, ``sys.exit``, SIGTERM and Ctrl-C write queued rollouts before the process
     ends. Thread-safe.
 
+    With a URL, rollouts are written to local disk as well, and uploaded from there in the background. A store that is
+    not available delays nothing and fails nothing. What is not uploaded when the process ends, the next start uploads.
+
     Args:
-        save_dir: The folder; created if it does not exist.
+        save_dir: The folder; created if it does not exist. Or a URL in an object store, such as
+            ``s3://bucket/runs/walker/rollouts``.
         compression_level: 0 to 12; up to 9 is fast.
         keep_last: Keep the N rollouts that were saved last; all by default.
         max_bytes: Delete the oldest rollouts while the folder is larger than this. The newest is never deleted.
@@ -76,8 +81,16 @@ class RolloutStorage:
         if max_bytes is not None:
             max_bytes = require_count("max_bytes", max_bytes)
         self._level = zstd_level(compression_level)
-        self.folder = Path(save_dir)
-        make_folder(self.folder)
+        self.folder = as_path(save_dir)
+        # Where files are written: for a URL, until they are uploaded.
+        self._disk = self.folder
+        self._uploads: RolloutUploads | None = None
+        if isinstance(self.folder, ObjectPath):
+            self._disk = spool_folder(self.folder)
+            self._uploads = RolloutUploads(self.folder, self._disk, keep_last, max_bytes)
+        make_folder(self._disk)
+        if self._uploads is not None:
+            self._uploads.uploader.wake()
         self.keep_last = keep_last
         self.max_bytes = max_bytes
         self._worker = Worker(max_queue_size, policy, name="RolloutStorage")
@@ -108,7 +121,7 @@ class RolloutStorage:
         """
         start = time.perf_counter()
         iteration = require_count("iteration", iteration, least=0)
-        path = self.path(iteration)
+        path = self._file(iteration)
         # A copy as JSON: the caller may change the metadata, and a value that JSON cannot hold fails here.
         values = json.loads(json.dumps({"iteration": iteration, "metadata": metadata, "time": time.time()}))
         with self._reserved(iteration, path, overwrite=overwrite), self._worker.room(str(path)) as put:
@@ -118,20 +131,21 @@ class RolloutStorage:
                 self._forget_finished()
                 self._pending[iteration] = handle
                 self._stats["call_s"] += time.perf_counter() - start
-        return path
+        return self.path(iteration)
 
     def path(self, iteration: int) -> Path:
-        """Return the path of an iteration's rollout, whether it exists or not."""
-        return self.folder / f"rollout_{iteration:06d}{SUFFIX}"
+        """Return the path or the URL of an iteration's rollout, whether it exists or not."""
+        return self.folder / rollout_name(iteration)
 
     def iterations(self) -> list[int]:
-        """Return the iterations that have a rollout on disk, in order."""
-        numbers = set()
-        for path in self.folder.iterdir():
-            match = _NAME.fullmatch(path.name)
-            # A name with extra zeros is not one that `path` returns.
-            if match and path.name == self.path(int(match[1])).name:
-                numbers.add(int(match[1]))
+        """Return the iterations that have a rollout, in order.
+
+        Raises:
+            StoreError: If the object store cannot be read.
+        """
+        numbers = find_iterations(path.name for path in self._disk.iterdir())
+        if self._uploads is not None:
+            numbers |= find_iterations(info.name for info in self._uploads.stored())
         return sorted(numbers)
 
     def load(
@@ -154,6 +168,10 @@ class RolloutStorage:
         if pending is not None:
             pending.result()
         path = self.path(iteration)
+        # What is not uploaded yet is on local disk only.
+        if self._uploads is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return BatchFile(self._file(iteration))
         try:
             return BatchFile(path)
         except FileNotFoundError:
@@ -186,15 +204,29 @@ class RolloutStorage:
         if stats["stored_bytes"]:
             stats["compression_ratio"] = stats["raw_bytes"] / stats["stored_bytes"]
         stats["queue_size"] = self._worker.queue_size
+        if self._uploads is not None:
+            stats |= self._uploads.uploader.get_stats()
         return stats
 
     def flush(self, timeout: float | None = None) -> None:
-        """Block until every save so far is durable; raises `BackgroundError` if one failed."""
+        """Block until every save so far is durable on local disk; raises `BackgroundError` if one failed."""
         self._worker.flush(timeout)
 
+    def wait_uploaded(self, timeout: float | None = None) -> bool:
+        """Block until all rollouts are uploaded, or the store is not available; return whether all are."""
+        self.flush(timeout)
+        return self._uploads is None or self._uploads.uploader.flush(timeout)
+
     def close(self, timeout: float | None = 60) -> None:
-        """Write queued rollouts, then refuse further saves. Idempotent."""
-        self._worker.close(timeout)
+        """Write queued rollouts, then refuse further saves. Idempotent.
+
+        Waits for uploads as well, for at most as long as a signal waits for background jobs, and not at all if the
+        store is not available. What is not uploaded by then is logged.
+        """
+        try:
+            self._worker.close(timeout)
+        finally:
+            self._end_uploads()
 
     def __enter__(self) -> Self:
         return self
@@ -202,7 +234,18 @@ class RolloutStorage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._worker.__exit__(kind, error, trace)
+        try:
+            self._worker.__exit__(kind, error, trace)
+        finally:
+            self._end_uploads()
+
+    def _end_uploads(self) -> None:
+        if self._uploads is not None:
+            self._uploads.uploader.close()
+
+    def _file(self, iteration: int) -> Path:
+        """Return where the file of a rollout is written."""
+        return self._disk / rollout_name(iteration)
 
     @contextlib.contextmanager
     def _reserved(self, iteration: int, path: Path, *, overwrite: bool) -> Iterator[None]:
@@ -210,16 +253,22 @@ class RolloutStorage:
         with self._lock:
             pending = self._pending.get(iteration)
             is_pending = pending is not None and not pending.done()
-            is_taken = iteration in self._saving or is_pending or path.exists()
+            is_taken = iteration in self._saving or is_pending or path.exists() or self._is_uploaded(iteration)
             if is_taken and not overwrite:
                 message = f"iteration {iteration} is saved already; overwrite=True replaces it"
-                raise FileExistsError(17, message, str(path))
+                raise FileExistsError(17, message, str(self.path(iteration)))
             self._saving.append(iteration)
+            if self._uploads is not None and overwrite:
+                self._uploads.replace(path.name)
         try:
             yield
         finally:
             with self._lock:
                 self._saving.remove(iteration)
+
+    def _is_uploaded(self, iteration: int) -> bool:
+        """Return whether the store has a rollout, as far as that is known: nothing waits for its answer here."""
+        return self._uploads is not None and rollout_name(iteration) in self._uploads.known
 
     def _forget_finished(self) -> None:
         """Drop handles of finished saves, which `open` need not wait for. Call with the lock held."""
@@ -232,7 +281,11 @@ class RolloutStorage:
         # Codecs chosen for one rollout serve the next ones, but rollouts change as the policy learns.
         if self._stats["save_count"] % _SETTLED_FOR == 0:
             self._codecs = {}
-        write_rollout(rollout, path, self._level, values, background_threads(), codecs=self._codecs)
+        writing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._uploads is not None:
+            writing = self._uploads.writing
+        with writing:
+            write_rollout(rollout, path, self._level, values, background_threads(), codecs=self._codecs)
         stored = _age_and_size(path)[1]
         with self._lock:
             self._stats["save_count"] += 1
@@ -240,30 +293,23 @@ class RolloutStorage:
             self._stats["stored_bytes"] += stored
             self._stats["write_s"] += time.perf_counter() - start
         self._prune(path)
+        if self._uploads is not None:
+            self._uploads.uploader.wake()
         return path
 
     def _prune(self, newest: Path) -> None:
-        """Delete the oldest rollouts until the limits are met.
-
-        By age, not by iteration: a run resumed from an older checkpoint saves lower iterations than those on disk.
-        """
+        """Delete the oldest files until the limits are met. The newest is never deleted."""
         found = []
-        for number in self.iterations():
-            path = self.path(number)
+        for number in find_iterations(path.name for path in self._disk.iterdir()):
+            path = self._file(number)
             if path != newest:
                 age, size = _age_and_size(path)
-                found.append((age, size, path))
+                found.append((age, size, path.name))
         found.sort()
-        found.append((0, _age_and_size(newest)[1], newest))
-        total = sum(size for _, size, _ in found)
-        # The newest is last and never deleted.
-        for position, (_, size, path) in enumerate(found[:-1]):
-            num_left = len(found) - position
-            has_too_many = self.keep_last is not None and num_left > self.keep_last
-            is_too_large = self.max_bytes is not None and total > self.max_bytes
-            if not has_too_many and not is_too_large:
-                break
-            total -= size
+        found.append((0, _age_and_size(newest)[1], newest.name))
+        sizes = {name: size for _, size, name in found}
+        for name in surplus(sizes, self.keep_last, self.max_bytes):
+            path = self._disk / name
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:

@@ -31,7 +31,7 @@ from slipstream.store.handle import Outcome, changed
 logger = logging.getLogger(__name__)
 
 # Nice, not the idle scheduling class: a thread that is starved while it holds the GIL starves training too.
-_NICENESS = 10
+NICENESS = 10
 
 
 class Owner(Protocol):
@@ -196,7 +196,7 @@ class Background:
     def drain(self, timeout: float | None) -> bool:
         """Block until every job accepted so far is done; return whether it is."""
         # The process waits for the background now, so it gets the normal priority.
-        _set_niceness(self._native_id, 0)
+        set_niceness(self._native_id, 0)
         return self.wait_for(self.unfinished(), timeout)
 
     def drain_at_exit(self) -> None:
@@ -270,7 +270,7 @@ class Background:
         while process == os.getpid():
             self._wake.get()
             # Every time, because a drain raises the priority.
-            _set_niceness(self._native_id, _NICENESS)
+            set_niceness(self._native_id, NICENESS)
             while self._queue and process == os.getpid():
                 self._run_next()
 
@@ -304,7 +304,7 @@ class Background:
                 logger.error("a background job failed and nobody asked for its result", exc_info=outcome.error)
 
 
-def _set_niceness(thread_id: int, niceness: int) -> None:
+def set_niceness(thread_id: int, niceness: int) -> None:
     """Set the scheduling priority of a thread; threads that it starts later inherit it."""
     if thread_id == 0:
         return

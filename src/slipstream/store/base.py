@@ -7,8 +7,9 @@ special cases: there is no rename, no append and no compare-and-swap. An object 
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.errors import OutOfRangeError
@@ -27,10 +28,18 @@ _MAX_NAME_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One object of a store, as `Store.list` returns it."""
+    """One object of a store, as `Store.list` returns it.
+
+    Attributes:
+        name: Its name.
+        size_bytes: Its size.
+        modified_s: When it was created, in seconds since 1970 by the clock of the store. Objects that were put from a
+            local file may have the time of that file.
+    """
 
     name: str
     size_bytes: int
+    modified_s: float = field(default=0.0, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,13 @@ class Store(Protocol):
             OutOfRangeError: If a range is negative or ends beyond the object; nothing is returned then.
         """
 
+    def size_bytes(self, name: str) -> int:
+        """Return the size of an object.
+
+        Raises:
+            FileNotFoundError: If there is no such object.
+        """
+
     def list(self, prefix: str = "") -> list[FileInfo]:
         """Return the objects whose names begin with `prefix`, sorted by name.
 
@@ -98,6 +114,10 @@ class Store(Protocol):
 class MemoryStore:
     """A store in the memory of this process, for tests and for trying things out. Thread-safe; nothing survives.
 
+    Args:
+        objects: Content and time by name, to share with other stores.
+        folder: Where in `objects` the names of this store begin; everything by default.
+
     Example:
         >>> store = MemoryStore()
         >>> store.put_new("runs/7/model.slip", b"weights")
@@ -107,17 +127,22 @@ class MemoryStore:
         [FileInfo(name='runs/7/model.slip', size_bytes=7)]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, objects: dict[str, tuple[bytes, float]] | None = None, folder: str = "") -> None:
         # Each method uses one atomic operation of the dict. A lock could be left locked in a forked child.
-        self._objects: dict[str, tuple[bytes]] = {}
+        self._objects: dict[str, tuple[bytes, float]] = {}
+        if objects is not None:
+            self._objects = objects
+        self._prefix = ""
+        if folder:
+            self._prefix = f"{folder}/"
 
     def put_new(self, name: str, data: Buffer) -> None:
         """Create an object; see `Store.put_new`."""
         check_name(name)
         # A new tuple tells whether ours was inserted: identical bytes may be there already.
-        entry = (memoryview(data).tobytes(),)
-        if self._objects.setdefault(name, entry) is not entry:
-            raise FileExistsError(errno.EEXIST, "the name is taken, and objects are never replaced", name)
+        entry = (memoryview(data).tobytes(), time.time())
+        if self._objects.setdefault(self._prefix + name, entry) is not entry:
+            raise already_exists(name)
 
     def put_file(self, name: str, path: str | os.PathLike[str]) -> None:
         """Create an object from a local file; see `Store.put_file`. The file is copied."""
@@ -127,7 +152,7 @@ class MemoryStore:
     def get(self, name: str) -> bytes:
         """Return the content of an object; see `Store.get`."""
         check_name(name)
-        entry = self._objects.get(name)
+        entry = self._objects.get(self._prefix + name)
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, "no such object", name)
         return entry[0]
@@ -138,19 +163,28 @@ class MemoryStore:
         check_ranges(name, ranges, len(content))
         return [content[part.offset : part.offset + part.length] for part in ranges]
 
+    def size_bytes(self, name: str) -> int:
+        """Return the size of an object; see `Store.size_bytes`."""
+        return len(self.get(name))
+
     def list(self, prefix: str = "") -> list[FileInfo]:
         """Return the objects whose names begin with `prefix`; see `Store.list`."""
         check_prefix(prefix)
         found = []
-        for name, (content,) in sorted(self._objects.copy().items()):
-            if name.startswith(prefix):
-                found.append(FileInfo(name, len(content)))
+        for key, (content, modified_s) in sorted(self._objects.copy().items()):
+            if key.startswith(self._prefix + prefix):
+                found.append(FileInfo(key.removeprefix(self._prefix), len(content), modified_s))
         return found
 
     def delete(self, name: str) -> None:
         """Delete an object; see `Store.delete`."""
         check_name(name)
-        self._objects.pop(name, None)
+        self._objects.pop(self._prefix + name, None)
+
+
+def already_exists(name: str) -> FileExistsError:
+    """Return the error for a name that is taken."""
+    return FileExistsError(errno.EEXIST, "the name is taken, and objects are never replaced", name)
 
 
 def check_name(name: str) -> None:

@@ -6,7 +6,6 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,15 +15,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from slipstream.codecs import Codec, Raw
-from slipstream.codecs.base import check_reference
 from slipstream.errors import CodecError, CorruptFileError, MissingEntryError, naming
 from slipstream.memory import fresh, machine_bytes, scratch, scratch_scope
-from slipstream.store.base import Buffer
+from slipstream.store.base import Buffer, Range
 from slipstream.store.header import FOOTER, HEADER, check_header, parse_footer
 from slipstream.store.index import Entry, Index
 from slipstream.store.local import open_descriptor
 from slipstream.store.opened import OpenBuffer, OpenFile
+from slipstream.store.ranges import OpenObject
 from slipstream.store.reference import ChunkReferences, Reference
+from slipstream.store.requests import Request, check_out, locate_rows, without_overlap
+from slipstream.store.urls import ObjectPath, as_path, open_object
 from slipstream.threads import parallel_each, parallel_map
 
 Receive = Callable[[str, NDArray[Any], tuple[slice, ...]], object]
@@ -43,15 +44,17 @@ class Container:
     file that is damaged or truncated while it is open raises an error instead of crashing the process.
 
     Args:
-        path: The file.
+        path: The file, or the URL of an object, of which only the parts that are needed are fetched.
         max_entry_bytes: Refuse to decode more than this at once; by default the memory of this machine.
         buffer: The bytes of a container in memory. They are not copied, and must not change while it is open. No file
             is read then: `path` only names the container in error messages.
+        source: What to read, if it is open already. `path` only names the container in error messages.
 
     Raises:
         FileNotFoundError: If there is no such file.
         CorruptFileError: If it is damaged, truncated, or not a container.
         FormatVersionError: If a newer release wrote it.
+        StoreError: If an object store cannot be read.
 
     Example:
         >>> import numpy as np
@@ -64,24 +67,33 @@ class Container:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, max_entry_bytes: int | None = None, buffer: Buffer | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_entry_bytes: int | None = None,
+        buffer: Buffer | None = None,
+        source: OpenFile | OpenObject | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path = as_path(path)
         self._max_entry_bytes = max_entry_bytes
-        self._file: OpenFile | OpenBuffer | None = None
-        if buffer is None:
-            self._file = OpenFile(open_descriptor(self.path))
-        else:
-            self._file = OpenBuffer(buffer)
+        self._file: OpenFile | OpenBuffer | OpenObject | None = source
         try:
             with naming(self.path):
-                self._read_index(self._file.size_bytes())
+                if buffer is not None:
+                    self._file = OpenBuffer(buffer)
+                elif isinstance(self.path, ObjectPath) and source is None:
+                    self._file = open_object(self.path)
+                elif source is None:
+                    self._file = OpenFile(open_descriptor(self.path))
+                self._read_index()
         except BaseException:
             self.close()
             raise
 
-    def _read_index(self, file_bytes: int) -> None:
+    def _read_index(self) -> None:
         """Read and check everything but the chunks."""
+        assert self._file is not None, "the container is open"  # noqa: S101
+        file_bytes = self._file.size_bytes()
         header = self._read_bytes(0, min(HEADER.size, file_bytes))
         check_header(header, file_bytes)
         footer_bytes = self._read_bytes(file_bytes - FOOTER.size, FOOTER.size)
@@ -124,6 +136,11 @@ class Container:
         return isinstance(self._file, OpenBuffer)
 
     @property
+    def is_in_store(self) -> bool:
+        """Whether it is read from an object store, and has no folder on this machine."""
+        return isinstance(self._file, OpenObject)
+
+    @property
     def file_bytes(self) -> int:
         """Size of the whole file."""
         return self._file_bytes
@@ -157,12 +174,12 @@ class Container:
         first = 0
         shape = entry.shape
         if rows is not None:
-            first, shape = _locate_rows(entry, rows)
+            first, shape = locate_rows(entry, rows)
         if out is None:
             out = self._allocate(entry, shape)
         else:
-            _check_out(out, entry.dtype, shape)
-            reference = _without_overlap(entry, reference, out)
+            check_out(out, entry.dtype, shape)
+            reference = without_overlap(entry, reference, out)
         self._decode_all([self._request(entry, first, out, reference)], threads)
         return out
 
@@ -197,9 +214,9 @@ class Container:
             entry = self._entry(name)
             reference = references.get(name)
             if name in out:
-                _check_out(out[name], entry.dtype, entry.shape)
+                check_out(out[name], entry.dtype, entry.shape)
                 arrays[name] = out[name]
-                reference = _without_overlap(entry, reference, out[name])
+                reference = without_overlap(entry, reference, out[name])
             else:
                 arrays[name] = self._allocate(entry, entry.shape)
             requests.append(self._request(entry, 0, arrays[name], reference))
@@ -233,7 +250,7 @@ class Container:
             first = 0
             shape = entry.shape
             if rows is not None:
-                first, shape = _locate_rows(entry, rows)
+                first, shape = locate_rows(entry, rows)
             total_bytes += self._check_size(entry, shape)
             for number in entry.grid.numbers(first, math.prod(shape)):
                 jobs.append((entry, number))  # noqa: PERF401 - a loop is easier to read
@@ -248,14 +265,17 @@ class Container:
 
         if total_bytes < _PARALLEL_BYTES:
             threads = 1
-        parallel_each(visit, jobs, threads)
+        for part in self._parts(jobs):
+            parallel_each(visit, jobs[part], threads)
 
     def find_damage(self, threads: int | None = None) -> Iterator[CorruptFileError | None]:
         """Read, check and decode every chunk. Yields the damage of each one, or None where it is intact.
 
         Of arrays stored as a difference only the checksums are checked, because there is no reference to decode them.
         """
-        return parallel_map(self._damage_of, self._all_chunks(), threads)
+        chunks = self._all_chunks()
+        for part in self._parts(chunks):
+            yield from parallel_map(self._damage_of, chunks[part], threads)
 
     def check_chunks(self, threads: int | None = None) -> None:
         """Read every chunk and compare it with its checksum, without decoding any: as fast as the disk.
@@ -263,7 +283,9 @@ class Container:
         Raises:
             CorruptFileError: If a chunk does not match. Names the entry.
         """
-        parallel_each(self._check_chunk, self._all_chunks(), threads)
+        chunks = self._all_chunks()
+        for part in self._parts(chunks):
+            parallel_each(self._check_chunk, chunks[part], threads)
 
     def close(self) -> None:
         """Close the file. Idempotent; reading afterwards raises. Reads in progress on other threads finish."""
@@ -281,7 +303,9 @@ class Container:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_in_memory:
             raise TypeError(f"{self.path}: a container in memory cannot be pickled; pickle its bytes instead")
-        return _reopen, (self.path.absolute(), self._max_entry_bytes)
+        if isinstance(self._file, OpenObject):
+            return _reopen, (self.path, self._max_entry_bytes, self._file)
+        return _reopen, (self.path.absolute(), self._max_entry_bytes, None)
 
     def _entry(self, name: str) -> Entry:
         entries = self._index.entries
@@ -309,27 +333,31 @@ class Container:
             )
         return needed
 
-    def _request(self, entry: Entry, first: int, out: NDArray[Any], reference: Reference | None) -> _Request:
+    def _request(self, entry: Entry, first: int, out: NDArray[Any], reference: Reference | None) -> Request:
         # An empty array has no chunks, and nothing to subtract.
         if entry.codec.needs_reference and reference is None and entry.chunks:
             raise CodecError(
                 f"{self.path}: entry {entry.name!r} is a difference and needs a reference array to be read"
             )
         references = ChunkReferences(reference, entry.dtype, entry.shape)
-        return _Request(entry, first, out.reshape(-1), references)
+        return Request(entry, first, out.reshape(-1), references)
 
-    def _decode_all(self, requests: Sequence[_Request], threads: int | None) -> None:
+    def _decode_all(self, requests: Sequence[Request], threads: int | None) -> None:
         """Decode the chunks of all requests in parallel. All reading of arrays ends up here."""
-        jobs: list[tuple[_Request, int]] = []
+        jobs: list[tuple[Request, int]] = []
+        chunks: list[tuple[Entry, int]] = []
         total_bytes = 0
         for request in requests:
             total_bytes += request.out.nbytes
-            jobs.extend((request, number) for number in request.entry.grid.numbers(request.first, request.out.size))
+            for number in request.entry.grid.numbers(request.first, request.out.size):
+                jobs.append((request, number))
+                chunks.append((request.entry, number))
         if total_bytes < _PARALLEL_BYTES:
             threads = 1
-        parallel_each(self._decode_into, jobs, threads)
+        for part in self._parts(chunks):
+            parallel_each(self._decode_into, jobs[part], threads)
 
-    def _decode_into(self, job: tuple[_Request, int]) -> None:
+    def _decode_into(self, job: tuple[Request, int]) -> None:
         """Decode the elements of one chunk that a request asks for."""
         request, number = job
         entry = request.entry
@@ -371,6 +399,20 @@ class Container:
             raise self._damage(entry, number, "the file was truncated after it was opened")
         if xxhash.xxh3_64_intdigest(target.data) != chunk.checksum:
             raise self._damage(entry, number, "its bytes do not match their checksum")
+
+    def _parts(self, chunks: Sequence[tuple[Entry, int]]) -> Iterator[slice]:
+        """Yield slices of chunks to read one after another: all of a file, or those of an object that have arrived."""
+        file = self._file
+        # Reading a closed container raises, with the reason.
+        if not isinstance(file, OpenObject):
+            yield slice(None)
+            return
+        ranges = []
+        for entry, number in chunks:
+            chunk = entry.chunks[number]
+            ranges.append(Range(chunk.offset, chunk.length))
+        with naming(self.path):
+            yield from file.parts(ranges)
 
     def _all_chunks(self) -> list[tuple[Entry, int]]:
         """Return every chunk as its entry and its number, in the order of the file."""
@@ -424,51 +466,6 @@ class Container:
             del file
 
 
-@dataclass(frozen=True)
-class _Request:
-    """Elements of an entry to decode into memory.
-
-    Attributes:
-        entry: The entry.
-        first: Number of the first element in the flat array.
-        out: Flat memory for the elements.
-        references: What the chunks are stored against.
-    """
-
-    entry: Entry
-    first: int
-    out: NDArray[Any]
-    references: ChunkReferences
-
-
-def _locate_rows(entry: Entry, rows: slice) -> tuple[int, tuple[int, ...]]:
-    """Return the number of the first element of some rows, and the shape of these rows."""
-    if not entry.shape or rows.step not in (None, 1):
-        raise ValueError(f"cannot read {rows} of entry {entry.name!r}, which has shape {list(entry.shape)}")
-    start, stop, _ = rows.indices(entry.shape[0])
-    row_shape = entry.shape[1:]
-    return start * math.prod(row_shape), (max(0, stop - start), *row_shape)
-
-
-def _check_out(out: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """Raise `CodecError` unless an array of this dtype and shape can be decoded into `out`."""
-    fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape
-    if not fits or not out.flags.c_contiguous or not out.flags.writeable:
-        raise CodecError(
-            f"out is {out.dtype}{list(out.shape)}, expected a contiguous, writable array {dtype}{list(shape)}"
-        )
-
-
-def _without_overlap(entry: Entry, reference: Reference | None, out: NDArray[Any]) -> Reference | None:
-    """Copy a reference that overlaps `out`. The same address is safe: a chunk overwrites only the part that it read."""
-    if not isinstance(reference, np.ndarray):
-        return reference
-    check_reference(reference, entry.dtype, entry.shape)
-    if np.may_share_memory(out, reference) and out.ctypes.data != reference.ctypes.data:
-        return reference.copy()
-    return reference
-
-
-def _reopen(path: Path, max_entry_bytes: int | None) -> Container:
+def _reopen(path: Path, max_entry_bytes: int | None, source: OpenObject | None) -> Container:
     """Open a container again; how a pickled one is loaded."""
-    return Container(path, max_entry_bytes=max_entry_bytes)
+    return Container(path, max_entry_bytes=max_entry_bytes, source=source)

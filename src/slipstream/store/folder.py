@@ -79,6 +79,11 @@ class LocalStore:
                 parts.append(content)
         return parts
 
+    def size_bytes(self, name: str) -> int:
+        """Return the size of an object; see `Store.size_bytes`."""
+        with self._open(name) as file:
+            return os.fstat(file.fileno()).st_size
+
     def list(self, prefix: str = "") -> builtins.list[FileInfo]:
         """Return the objects whose names begin with `prefix`; see `Store.list`."""
         parent = check_prefix(prefix)
@@ -139,7 +144,7 @@ class LocalStore:
                 with contextlib.suppress(ValueError, OSError):
                     status = self._inside(name, follow=True).stat()
                     if name.startswith(prefix) and stat.S_ISREG(status.st_mode):
-                        yield FileInfo(name, status.st_size)
+                        yield FileInfo(name, status.st_size, status.st_mtime)
 
 
 def _name_of(info: FileInfo) -> str:

@@ -191,8 +191,7 @@ class Index:
             CorruptFileError: With the reason, if anything in it is invalid.
             FormatVersionError: If it names a codec of a newer release.
         """
-        _check_structure(text)
-        document = _load_json(text)
+        document = load_json(text)
         entries: dict[str, Entry] = {}
         for item in _field(document, "entries", list):
             entry = _parse_entry(item)
@@ -245,6 +244,16 @@ def check_limits(text: bytes) -> None:
     if len(text) > MAX_INDEX_BYTES:
         raise ValueError(f"the container's index has {len(text)} bytes, at most {MAX_INDEX_BYTES} are allowed")
     _check_structure(text)
+
+
+def load_json(text: bytes) -> dict[str, Any]:
+    """Parse a JSON object that may come from anyone; time and memory are bounded.
+
+    Raises:
+        CorruptFileError: If it is something else, or nested too deeply.
+    """
+    _check_structure(text)
+    return _load_json(text)
 
 
 def _check_json(value: Any, name: str) -> None:

@@ -13,6 +13,7 @@ import errno
 import functools
 import io
 import os
+import re
 import secrets
 import stat
 import sys
@@ -39,6 +40,8 @@ _FILE_TYPES = {
     stat.S_IFCHR: "character device",
     stat.S_IFBLK: "block device",
 }
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 
 # Smaller files are written faster than space is reserved for them.
 _MIN_RESERVED_BYTES = 1 << 20
@@ -138,6 +141,7 @@ def atomic_write(path: str | os.PathLike[str], *, expected_bytes: int = 0) -> It
         >>> Path("/tmp/slipstream-doc/greeting.txt").read_bytes()
         b'hello'
     """
+    refuse_url(path)
     target = Path(os.path.realpath(path))
     with translate_errors(target):
         require_replaceable(target)
@@ -276,6 +280,16 @@ def _delete(temporary: Path, owner: int) -> None:
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def refuse_url(path: str | os.PathLike[str]) -> None:
+    """Raise `ValueError` for a URL: as a path, it would be a folder ``s3:`` on this machine."""
+    scheme = _URL.match(os.fspath(path))
+    if scheme is not None:
+        raise ValueError(
+            f"path is a URL ({scheme[0]}...), expected a file on this machine; CheckpointManager and RolloutStorage "
+            "take URLs"
+        )
 
 
 def make_folder(folder: Path) -> None:

@@ -105,6 +105,7 @@ FREE = frozenset(
         "keep_rollouts",
         "keep_checkpoints",
         "compress_checkpoint",
+        "checkpoint_url",
         "async_checkpoint_queue_size",
         "save_compression_level",
         "compress_lidar",

@@ -99,6 +99,8 @@ class Display:
         parts = [f"{name} {forms[key].format(self._known[key])}" for name, key in short.items() if key in self._known]
         frames = f"{self._known['env_frames']:,.0f} frames"
         parts.append(f"{self._known.get('ckpt/queue_size', 0):.0f} checkpoints queued")
+        if "ckpt/upload_pending" in self._known:
+            parts.append(f"{self._known['ckpt/upload_pending']:.0f} to upload")
         if "ray/actors" in self._known:
             parts.append(plural(int(self._known["ray/actors"]), "actor"))
             parts.append(f"{self._known['ray/mb_per_s']:.1f} MB/s")

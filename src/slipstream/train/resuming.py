@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint.manager import CheckpointManager, Restored
+from slipstream.checkpoint.manager import CheckpointManager
+from slipstream.checkpoint.restoring import Restored
 from slipstream.checkpoint.state import TrainingState
 from slipstream.errors import ConfigurationError, CorruptFileError, StateMismatchError
 from slipstream.train.changes import Change, require_resumable, schedule_note

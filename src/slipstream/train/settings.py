@@ -39,6 +39,7 @@ from slipstream.rl.config import (
     resolve_precision,
 )
 from slipstream.rl.network import OBSERVATION_SHAPES
+from slipstream.store.urls import ObjectPath, as_path
 from slipstream.train.groups import (
     SETTING_OF,
     AlgoSettings,
@@ -97,6 +98,7 @@ class TrainSettings:
     dist: DistSettings = dataclasses.field(default_factory=DistSettings)
     rollouts: str = "local"
     ray: RaySettings = dataclasses.field(default_factory=RaySettings)
+    checkpoint_url: str | None = None
 
     @property
     def frames_per_iteration(self) -> int:
@@ -237,9 +239,18 @@ class TrainSettings:
             self.ray.check(self.devices, self.dist)
         if self.name is not None and not _is_folder_name(self.name):
             raise ConfigurationError(f"name is {self.name!r}, expected the name of a folder other than 'last'")
+        self._check_urls()
         device = self.torch_device()
         if self.devices > 1 and self.dist.backend == "nccl" and device.type != "cuda":
             raise ConfigurationError(f"dist.backend is nccl, expected auto or gloo with device={device}")
+
+    def _check_urls(self) -> None:
+        if self.checkpoint_url is not None and not isinstance(as_path(self.checkpoint_url), ObjectPath):
+            raise ConfigurationError(
+                f"checkpoint_url is {self.checkpoint_url!r}, expected a URL such as s3://bucket/runs/walker"
+            )
+        if isinstance(as_path(self.run_dir), ObjectPath):
+            raise ConfigurationError("run_dir is a URL, expected a folder on this machine; checkpoint_url takes a URL")
 
 
 def compose_settings(overrides: Sequence[str] = ()) -> TrainSettings:

@@ -12,11 +12,13 @@ import torch
 from slipstream.dist.threads import local_world_size, numerics
 from slipstream.errors import ConfigurationError
 from slipstream.rollout.storage import RolloutStorage
+from slipstream.store.urls import ObjectPath, as_path
 from slipstream.text import alternatives, format_bytes, plural
 from slipstream.threads import usable_cores
 from slipstream.train.folder import CONFIG, LAST, RunFolder, find_run, follow_link
 from slipstream.train.loggers import new_run_id
 from slipstream.train.settings import TrainSettings, compose_settings, override_settings, parse_overrides
+from slipstream.train.stored import find_stored, read_settings, require_same_run
 
 # A step of a rollout: observations twice, actions, rewards, statistics.
 BYTES_PER_STEP = 2200
@@ -77,7 +79,8 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
     """Find the run that a command line refers to. Writes nothing.
 
     ``resume=FOLDER``, or ``resume=NAME`` for a run in ``run_dir``, resumes that run with its settings, of which single
-    ones may be overridden. ``resume=last`` resumes the newest one. ``resume=auto`` resumes the run of the given name if
+    ones may be overridden. ``resume=last`` resumes the newest one. ``resume=URL`` resumes a run in an object store, in a
+    new folder if this machine has none of it. ``resume=auto`` resumes the run of the given name or ``checkpoint_url`` if
     it exists, and starts it otherwise. A run that was killed before its first checkpoint starts over.
 
     `Trainer.restore` compares the settings with those of the checkpoint and refuses those that must not change.
@@ -89,13 +92,24 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
         Its settings, its folder, and whether there is a checkpoint to resume from.
 
     Raises:
-        ConfigurationError: If the settings are invalid, if there is no such run, or if a new run has the name of an
-            existing one.
+        ConfigurationError: If the settings are invalid, if there is no such run, or if a new run has the name or URL of
+            an existing one.
+        StoreError: If an object store has to be read and cannot be.
     """
-    folder = _resumed_folder(overrides)
-    if folder is None:
+    url = _resumed_url(overrides)
+    folder = None
+    is_stored = False
+    if url is None:
+        folder = _resumed_folder(overrides)
+    if url is not None:
+        settings = _stored_settings(overrides, url)
+        folder = find_run(settings)
+        require_same_run(settings, folder)
+        is_stored = True
+    elif folder is None:
         settings = compose_settings(overrides)
         folder = _find_by_name(settings)
+        is_stored = find_stored(settings, folder)
     else:
         settings = _resumed_settings(overrides, folder)
     settings.resume = None
@@ -104,7 +118,7 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
         settings.name = folder.name
     if settings.wandb.mode != "disabled" and settings.wandb.run_id is None:
         settings.wandb.run_id = new_run_id()
-    return settings, folder, folder.has_checkpoint()
+    return settings, folder, is_stored or folder.has_checkpoint()
 
 
 def resolve_settings(overrides: Sequence[str]) -> TrainSettings:
@@ -116,10 +130,32 @@ def resolve_settings(overrides: Sequence[str]) -> TrainSettings:
     Raises:
         ConfigurationError: If the settings are invalid, or if there is no such run.
     """
+    url = _resumed_url(overrides)
+    if url is not None:
+        return _stored_settings(overrides, url)
     folder = _resumed_folder(overrides)
     if folder is None:
         return compose_settings(overrides)
     return _resumed_settings(overrides, folder)
+
+
+def _resumed_url(overrides: Sequence[str]) -> ObjectPath | None:
+    """Return the object store that ``resume=`` names; None if it names something else."""
+    given = {override.key_or_group: override.value() for override in parse_overrides(overrides)}
+    path = as_path(str(given.get("resume")))
+    if isinstance(path, ObjectPath):
+        return path
+    return None
+
+
+def _stored_settings(overrides: Sequence[str], url: ObjectPath) -> TrainSettings:
+    """Return the settings of a run in an object store, with those of the command line in their place."""
+    given = {override.key_or_group: override for override in parse_overrides(overrides)}
+    others = [override.input_line or "" for key, override in given.items() if key != "resume"]
+    settings = override_settings(read_settings(url), others)
+    if settings.checkpoint_url is None or "checkpoint_url" not in given:
+        settings.checkpoint_url = str(url)
+    return settings
 
 
 def _resumed_folder(overrides: Sequence[str]) -> RunFolder | None:

@@ -117,6 +117,8 @@ class Trainer:
             keep_best=(BEST_BY, "max"),
             max_queue_size=settings.async_checkpoint_queue_size,
             compress=settings.compress_checkpoint,
+            # The first process saves, and so it uploads.
+            checkpoint_url=settings.checkpoint_url if self.ranks.is_first else None,
         )
         self.checkpoints.guard(*self.ppo.optimizers().values())
         storages = functools.partial(make_storages, settings, folder, writes=self.ranks.is_first)
@@ -252,8 +254,8 @@ class Trainer:
         return [storage for storage in (self.rollouts, self.last_rollouts) if storage is not None]
 
     def checkpoint_stats(self) -> dict[str, float]:
-        """Return what saving has cost and saved so far; see `AsyncCheckpointSaver.get_stats`."""
-        return self.checkpoints.saver.get_stats()
+        """Return what saving has cost and saved so far; see `CheckpointManager.get_stats`."""
+        return self.checkpoints.get_stats()
 
     def _update(self, rollout: Any) -> dict[str, float]:
         """Improve the policy from a rollout, or from one of each shard."""
@@ -324,6 +326,8 @@ class Trainer:
         if self.iteration % SUMMARY_EVERY == 0:
             logger.info("where time goes, iteration %d:\n%s", self.iteration, self.monitor.get_summary())
             logger.info("checkpoints: %s", self._saving_in_words())
+            if self.settings.checkpoint_url is not None:
+                logger.info("%s", self.checkpoints.describe_uploads())
 
     def _saving_in_words(self) -> str:
         stats = self.checkpoint_stats()

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of *.slip, or a run.", show_default=False)
+        Path,
+        typer.Argument(metavar="PATH", help="A checkpoint, a folder of *.slip, a run, or a URL.", show_default=False),
     ],
     *,
     json: JsonOption = False,
@@ -27,12 +28,14 @@ def inspect(
 
     Of native files only the index is read. Exits with 1 if a file of a folder cannot be read; the others are listed.
     """
+    from slipstream.checkpoint.finding import is_run
     from slipstream.checkpoint.inspect import inspect_checkpoint, inspect_folder
     from slipstream.cli.ckpt.tables import show_checkpoint, show_folder
     from slipstream.cli.output import print_json
+    from slipstream.store.urls import as_path
 
-    path = _locate(path)
-    if not path.is_dir():
+    path = _locate(as_path(path))
+    if not path.is_dir() and not is_run(path):
         listing = inspect_checkpoint(path)
         if json:
             print_json(listing.to_json())
@@ -51,21 +54,24 @@ def inspect(
 
 def verify(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of *.slip, or a run.", show_default=False)
+        Path,
+        typer.Argument(metavar="PATH", help="A checkpoint, a folder of *.slip, a run, or a URL.", show_default=False),
     ],
     *,
     json: JsonOption = False,
 ) -> None:
     """Verify every byte and every decoded tensor, of parents too; exits with 1 if any is damaged."""
+    from slipstream.checkpoint.finding import is_run
     from slipstream.checkpoint.verify import verify_checkpoint, verify_folder
     from slipstream.cli.ckpt.tables import describe_verification, showing_progress
     from slipstream.cli.output import print_json, print_lines
+    from slipstream.store.urls import as_path
 
-    path = _locate(path)
+    path = _locate(as_path(path))
     # Print when the progress bar is gone: it redraws the line that it is on.
     with showing_progress() as progress:
         results: list[Verification] = []
-        if path.is_dir():
+        if path.is_dir() or is_run(path):
             results += verify_folder(path, progress)
         else:
             results.append(verify_checkpoint(path, progress))
@@ -172,6 +178,10 @@ def prune(
 
 def _locate(path: Path) -> Path:
     """Return what is meant by a path: the checkpoints of a run, or the file that was saved under a name."""
+    from slipstream.store.urls import ObjectPath  # noqa: PLC0415 - keeps --help quick
+
+    if isinstance(path, ObjectPath):
+        return path
     # A run of `slipstream train`.
     inside = path / "checkpoints"
     if inside.is_dir() and not any(path.glob("*.slip")):

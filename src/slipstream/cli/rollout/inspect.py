@@ -10,7 +10,7 @@ import typer
 
 from slipstream.cli.errors import one_line
 from slipstream.cli.options import JsonOption
-from slipstream.cli.rollout.paths import PATTERN, find_rollouts
+from slipstream.cli.rollout.paths import PATTERN, find_rollouts, is_folder
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def inspect(
         Path,
         typer.Argument(
             metavar="PATH",
-            help=f"A rollout, a folder of {PATTERN}, or the folder of a run with a folder rollouts.",
+            help=f"A rollout, a folder of {PATTERN}, the folder of a run with a folder rollouts, or a URL of these.",
             show_default=False,
         ),
     ],
@@ -36,10 +36,12 @@ def inspect(
     from slipstream.cli.output import print_json
     from slipstream.cli.rollout.listing import FileListing, FolderListing
     from slipstream.cli.rollout.reading import open_rollout
+    from slipstream.store.urls import as_path
 
+    path = as_path(path)
     with one_line(path):
         files = find_rollouts(path)
-        if not path.is_dir():
+        if not is_folder(path):
             with open_rollout(path) as file:
                 listing: FileListing | FolderListing = FileListing(file)
         else:

@@ -12,7 +12,7 @@ import typer
 
 from slipstream.cli.errors import one_line, reading
 from slipstream.cli.options import JsonOption
-from slipstream.cli.rollout.paths import PATTERN, find_rollouts
+from slipstream.cli.rollout.paths import PATTERN, find_rollouts, is_folder
 from slipstream.errors import CorruptFileError, FormatVersionError, SlipstreamError
 from slipstream.text import plural
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def verify(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help=f"Rollouts, folders of {PATTERN}, or of runs.", show_default=False),
+        typer.Argument(
+            metavar="PATH...", help=f"Rollouts, folders of {PATTERN} or of runs, or URLs.", show_default=False
+        ),
     ],
     *,
     json: JsonOption = False,
@@ -66,10 +68,12 @@ class _Verdict:
 
 def _verify_all(paths: list[Path]) -> Iterator[_Verdict]:
     """Check every rollout; what cannot be one is said before the work begins."""
+    from slipstream.store.urls import as_path
+
     files: list[Path] = []
-    for path in paths:
+    for path in map(as_path, paths):
         found = find_rollouts(path)
-        if not path.is_dir():
+        if not is_folder(path):
             _check_kind(path)
         files += [file for file in found if file not in files]
     for number, file in enumerate(files, 1):
