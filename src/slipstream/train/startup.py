@@ -79,9 +79,10 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
     """Find the run that a command line refers to. Writes nothing.
 
     ``resume=FOLDER``, or ``resume=NAME`` for a run in ``run_dir``, resumes that run with its settings, of which single
-    ones may be overridden. ``resume=last`` resumes the newest one. ``resume=URL`` resumes a run in an object store, in a
-    new folder if this machine has none of it. ``resume=auto`` resumes the run of the given name or ``checkpoint_url`` if
-    it exists, and starts it otherwise. A run that was killed before its first checkpoint starts over.
+    ones may be overridden. ``resume=last`` resumes the newest one. ``resume=URL`` resumes a run in an object store, in
+    a new folder if this machine has none of it. ``resume=auto`` resumes the run of the given name or
+    ``checkpoint_url`` if it exists, and starts it otherwise. A run that was killed before its first checkpoint starts
+    over.
 
     `Trainer.restore` compares the settings with those of the checkpoint and refuses those that must not change.
 

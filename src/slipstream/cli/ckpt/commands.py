@@ -178,7 +178,7 @@ def prune(
 
 def _locate(path: Path) -> Path:
     """Return what is meant by a path: the checkpoints of a run, or the file that was saved under a name."""
-    from slipstream.store.urls import ObjectPath  # noqa: PLC0415 - keeps --help quick
+    from slipstream.store.urls import ObjectPath
 
     if isinstance(path, ObjectPath):
         return path
