@@ -71,7 +71,7 @@ def connect(address: str | None, num_cpus: int = 1) -> bool:
 
 
 def disconnect() -> None:
-    """Undo a `connect` that returned True: disconnect this process, unless somebody else uses the connection."""
+    """Undo a `connect` that returned True: disconnect this process, unless others use the connection."""
     global _users  # noqa: PLW0603 - see `connect`
     _users = max(0, _users - 1)
     if not _users:
