@@ -106,11 +106,12 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
         folder = _find_by_name(settings)
         is_stored = find_stored(settings, folder)
     elif isinstance(as_path(str(resume)), ObjectPath):
-        settings = override_settings(read_settings(as_path(str(resume))), others)
-        if settings.checkpoint_url is None or "checkpoint_url" not in given:
-            settings.checkpoint_url = str(as_path(str(resume)))
+        url = as_path(str(resume))
+        settings = override_settings(read_settings(url), others)
         folder = find_run(settings)
-        require_same_run(settings, folder)
+        if "checkpoint_url" not in given:
+            settings.checkpoint_url = str(url)
+        require_same_run(settings, folder, url)
         is_stored = True
     else:
         is_stored = False
