@@ -229,6 +229,12 @@ def test_the_page_about_windows_runs(tmp_path, monkeypatch):
     assert names["live"].shape == (1, 256)
 
 
+def test_the_page_about_object_stores_runs(tmp_path, monkeypatch):
+    names = run_page(ROOT / "docs" / "guides" / "object-stores.md", tmp_path, monkeypatch)
+    assert names["manager"].path(100).exists()
+    assert names["manager"].wait_uploaded()
+
+
 def test_the_page_about_plans_runs_and_prints_what_it_says(tmp_path, monkeypatch):
     names = run_page(ROOT / "docs" / "guides" / "which-plan.md", tmp_path, monkeypatch)
     decision = names["advice"].decision

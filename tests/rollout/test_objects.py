@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from slipstream import RolloutStorage, load_rollout
 from slipstream.errors import CorruptFileError, StoreError
+from slipstream.rollout import storage as storage_module
 from slipstream.rollout import uploads
 from slipstream.store.base import Store
 from slipstream.store.urls import open_store
@@ -114,6 +115,21 @@ def test_an_unavailable_store_fails_no_save_and_the_next_start_uploads(tmp_path,
     with RolloutStorage(url) as storage:
         assert storage.wait_uploaded(WAIT_S)
     assert is_same(load_rollout(f"{url}/rollout_000001.slip"), 1)
+
+
+def test_a_store_that_stays_unavailable_does_not_fill_the_disk(tmp_path, monkeypatch, caplog):
+    url = f"file://{tmp_path}/store"
+    monkeypatch.setattr(storage_module, "MAX_WAITING", 2)
+    monkeypatch.setattr(uploads, "open_store", lambda url: Broken(open_store(url)))
+    with RolloutStorage(url) as storage:
+        for number in (1, 2, 3):
+            storage.save(batch(number), number)
+        assert not storage.wait_uploaded(WAIT_S)
+    assert sorted(path.name for path in (tmp_path / "cache").rglob("*.slip")) == [
+        "rollout_000002.slip",
+        "rollout_000003.slip",
+    ]
+    assert "rollout_000001.slip: deleted before it was uploaded" in caplog.text
 
 
 def test_a_rollout_of_another_writer_is_not_replaced(tmp_path, monkeypatch, caplog):

@@ -106,6 +106,17 @@ def test_settings_come_from_the_checkpoint_and_single_ones_can_be_overridden(url
         trainer.close()
 
 
+def test_a_resumed_run_keeps_its_url_and_does_not_mix_with_another_run(url, tmp_path):
+    with pytest.raises(ConfigurationError, match=f"contradicts resume={url}"):
+        open_run([f"resume={url}", f"run_dir={tmp_path}/here", "checkpoint_url=memory://other"])
+    folder = RunFolder(tmp_path / "here/x")
+    folder.claim()
+    folder.begin(compose_settings([*SMALL, "name=x"]), 0)
+    folder.release()
+    with pytest.raises(ConfigurationError, match="contains another run than"):
+        open_run([f"resume={url}", f"run_dir={tmp_path}/here"])
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [

@@ -295,13 +295,10 @@ class CommittedRun:
         step = metadata.get("step")
         metrics = metadata.get("metrics")
         time = metadata.get("time")
-        if (
-            type(step) is not int
-            or not 0 <= step <= _MAX_NUMBER
-            or not isinstance(metrics, dict)
-            or not isinstance(time, float)
-        ):
-            raise CorruptFileError("has metadata without a step, metrics and a time")
+        if type(step) is not int or not 0 <= step <= _MAX_NUMBER:
+            raise CorruptFileError("has metadata without a step")
+        if not isinstance(metrics, dict) or not isinstance(time, float):
+            raise CorruptFileError("has metadata without metrics and a time")
         identity = document.get("identity")
         if not isinstance(identity, str):
             raise CorruptFileError("has no identity")

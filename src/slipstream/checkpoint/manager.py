@@ -233,7 +233,7 @@ class CheckpointManager:
         try:
             self.saver.shutdown(timeout)
         finally:
-            self._end()
+            self._end(timeout)
 
     def wait_uploaded(self, timeout: float | None = None) -> bool:
         """Block until all checkpoints are uploaded, or the store is not available; return whether all are.
@@ -273,13 +273,13 @@ class CheckpointManager:
         try:
             self.saver.__exit__(kind, error, trace)
         finally:
-            self._end()
+            self._end(None)
 
-    def _end(self) -> None:
+    def _end(self, timeout: float | None) -> None:
         """Free what saves have kept, and end the thread that uploads."""
         self._series.forget_parent()
         if self._mirror is not None:
-            self._mirror.uploader.close()
+            self._mirror.uploader.close(timeout)
 
     def plan(self) -> Plan:
         """Return what `prune` would do to the files on local disk, without doing it."""

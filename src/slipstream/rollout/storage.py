@@ -20,7 +20,7 @@ from slipstream.codecs import Codec
 from slipstream.rollout.batch import BatchFile, split_batch
 from slipstream.rollout.files import write_rollout, zstd_level
 from slipstream.rollout.layout import Key, Rollout
-from slipstream.rollout.uploads import RolloutUploads, find_iterations, rollout_name, surplus
+from slipstream.rollout.uploads import MAX_WAITING, RolloutUploads, find_iterations, rollout_name, surplus
 from slipstream.store.handle import Handle
 from slipstream.store.local import make_folder
 from slipstream.store.upload import spool_folder
@@ -46,6 +46,7 @@ class RolloutStorage:
 
     With a URL, rollouts are written to local disk as well, and uploaded from there in the background. A store that is
     not available delays nothing and fails nothing. What is not uploaded when the process ends, the next start uploads.
+    At most 64 rollouts wait, or `keep_last` if that is less: then the oldest is deleted, and a warning names it.
 
     Args:
         save_dir: The folder; created if it does not exist. Or a URL in an object store, such as
@@ -226,7 +227,7 @@ class RolloutStorage:
         try:
             self._worker.close(timeout)
         finally:
-            self._end_uploads()
+            self._end_uploads(timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -237,11 +238,11 @@ class RolloutStorage:
         try:
             self._worker.__exit__(kind, error, trace)
         finally:
-            self._end_uploads()
+            self._end_uploads(None)
 
-    def _end_uploads(self) -> None:
+    def _end_uploads(self, timeout: float | None) -> None:
         if self._uploads is not None:
-            self._uploads.uploader.close()
+            self._uploads.uploader.close(timeout)
 
     def _file(self, iteration: int) -> Path:
         """Return where the file of a rollout is written."""
@@ -308,8 +309,14 @@ class RolloutStorage:
         found.sort()
         found.append((0, _age_and_size(newest)[1], newest.name))
         sizes = {name: size for _, size, name in found}
-        for name in surplus(sizes, self.keep_last, self.max_bytes):
+        keep_last = self.keep_last
+        if self._uploads is not None:
+            # A store that is down for days must not fill the disk.
+            keep_last = min(MAX_WAITING, keep_last or MAX_WAITING)
+        for name in surplus(sizes, keep_last, self.max_bytes):
             path = self._disk / name
+            if self._uploads is not None:
+                logger.warning("%s: deleted before it was uploaded, because newer rollouts are waiting", path)
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:

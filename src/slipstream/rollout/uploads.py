@@ -15,6 +15,9 @@ from slipstream.store.base import FileInfo
 from slipstream.store.upload import Uploader
 from slipstream.store.urls import ObjectPath, open_store
 
+MAX_WAITING = 64
+"""How many rollouts wait on local disk at most while the store is not available."""
+
 _NAME = re.compile(r"rollout_(\d{6,})\.slip")
 
 

@@ -123,10 +123,11 @@ class Uploader:
     def close(self, timeout: float | None = None) -> None:
         """Finish what is pending if the store is available, stop the thread, and log what was not uploaded.
 
-        Idempotent. Waits for `timeout` seconds at most, by default as long as a signal waits for background jobs.
+        Idempotent. Waits at most as long as a signal waits for background jobs, and at most `timeout` seconds.
         """
-        if timeout is None:
-            timeout = grace_period_s()
+        limit_s = grace_period_s()
+        if timeout is not None:
+            limit_s = min(limit_s, timeout)
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
             self._at_exit = None
@@ -136,7 +137,7 @@ class Uploader:
         # From here on, one failed attempt is enough to give up.
         self._is_closing = True
         self._changed.notify_all()
-        self._changed.wait_until(self._is_idle, timeout)
+        self._changed.wait_until(self._is_idle, limit_s)
         self._has_given_up = True
         self._changed.notify_all()
         waiting = self._waiting()

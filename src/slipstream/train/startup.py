@@ -105,7 +105,7 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
     if url is not None:
         settings = _stored_settings(overrides, url)
         folder = find_run(settings)
-        require_same_run(settings, folder)
+        require_same_run(settings, folder, url)
         is_stored = True
     elif folder is None:
         settings = compose_settings(overrides)
@@ -154,7 +154,7 @@ def _stored_settings(overrides: Sequence[str], url: ObjectPath) -> TrainSettings
     given = {override.key_or_group: override for override in parse_overrides(overrides)}
     others = [override.input_line or "" for key, override in given.items() if key != "resume"]
     settings = override_settings(read_settings(url), others)
-    if settings.checkpoint_url is None or "checkpoint_url" not in given:
+    if "checkpoint_url" not in given:
         settings.checkpoint_url = str(url)
     return settings
 

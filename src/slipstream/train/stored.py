@@ -56,13 +56,14 @@ def find_stored(settings: TrainSettings, folder: RunFolder) -> bool:
     return exists
 
 
-def require_same_run(settings: TrainSettings, folder: RunFolder) -> None:
-    """Refuse to continue the run of a URL in the folder of another run.
+def require_same_run(settings: TrainSettings, folder: RunFolder, url: Path) -> None:
+    """Refuse to continue the run of a URL elsewhere: at another URL, or in the folder of another run.
 
     Raises:
-        ConfigurationError: If the folder has a run that is not uploaded to that URL.
+        ConfigurationError: If `checkpoint_url` is another one, or the folder has a run that is uploaded to another one.
     """
-    if folder.config.exists() and folder.settings().checkpoint_url != settings.checkpoint_url:
-        raise ConfigurationError(
-            f"{folder.path} contains another run than {settings.checkpoint_url}: choose another folder with run_dir="
-        )
+    given = settings.checkpoint_url
+    if given is None or as_path(given) != url:
+        raise ConfigurationError(f"checkpoint_url={given} contradicts resume={url}: a resumed run keeps its URL")
+    if folder.config.exists() and folder.settings().checkpoint_url != given:
+        raise ConfigurationError(f"{folder.path} contains another run than {url}: choose another folder with run_dir=")
