@@ -26,7 +26,7 @@ from slipstream.errors import DatasetError, MissingEntryError
 # never among them: they hold object poses and velocities, which no robot observes.
 _JOINTS = (
     "joint", "joints", "joint_position", "joint_positions", "joint_pos", "joint_states", "qpos", "agent_pos",
-    "agent/qpos", "state", "proprio", "robot_state",
+    "agent/qpos", "observation.state", "state", "proprio", "robot_state",
 )  # fmt: skip
 # Names that say what they are without a list of alternatives, so they are not reported as guesses.
 _CERTAIN_JOINTS = {"joint", "joints"}
