@@ -83,9 +83,7 @@ def test_named_cameras_join_the_recognised_ones_and_all_that_are_missing_are_lis
     fields = Fields(cameras={"low": "observations/images/cam_low"})
     found = describe(tmp_path / "episode_0.hdf5", fields)
     assert sorted(found.roles.cameras) == ["global", "left", "low", "right"]
-    with pytest.raises(
-        MissingEntryError, match="are no cameras front, back; those found are low .*left .*'back'"
-    ):
+    with pytest.raises(MissingEntryError, match="are no cameras front, back; those found are low .*left .*'back'"):
         describe(tmp_path / "episode_0.hdf5", fields, cameras=("left", "front", "back"))
 
 
