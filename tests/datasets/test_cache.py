@@ -65,6 +65,34 @@ def test_a_cache_is_used_without_being_asked_for_and_gives_the_same_batches(file
     assert batch_of(file_a, cache=False)[0] == ["contiguous"]
 
 
+GOLDEN = Path(__file__).parents[1] / "data" / "frame_cache"
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_caches_of_every_version_are_read(tmp_path, version, codec):
+    path = tmp_path / "a.hdf5"
+    path.write_bytes((GOLDEN / "recording.hdf5").read_bytes())
+    os.utime(path, ns=(1_800_000_000 * 10**9,) * 2)  # which is all that version 1 knows of changes
+    cache = cache_path(path, 8)
+    cache.write_bytes((GOLDEN / f"frames_v{version}_{codec}.bin").read_bytes())
+    assert FrameCache(cache).header.version == version
+    with MultimodalReplayBuffer(7, image_size=8) as buffer:
+        buffer.load_from_hdf5(path)
+        assert buffer.image_metadata["left"]["reading"] == ["cache"]
+        cached = buffer.sample(3, np.arange(3))
+    with MultimodalReplayBuffer(7, image_size=8) as buffer:
+        buffer.load_from_hdf5(path, cache=False)
+        assert_same(cached, buffer.sample(3, np.arange(3)))
+    assert [row_of(image) for image in cached.next_global] == [1, 2, 3]
+    done = ingest(path, 8, compress=codec == "zstd")
+    assert done.new_frames == 0
+    assert FrameCache(cache).header.version == 2
+    with MultimodalReplayBuffer(7, image_size=8) as buffer:
+        buffer.load_from_hdf5(path)
+        assert_same(cached, buffer.sample(3, np.arange(3)))
+
+
 def test_a_fresh_cache_is_not_made_again_unless_that_is_asked_for(file_a):
     first = ingest(file_a, SIZE)
     stamp = first.path.stat().st_mtime_ns

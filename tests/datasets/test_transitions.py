@@ -73,6 +73,50 @@ def test_d4rl_takes_what_follows_each_step_from_next_observations(tmp_path):
     assert batch["images"] == {}
 
 
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+def recording(name: str) -> Path:
+    """A public recording, which is not part of this repository."""
+    if not (SHARED / name).exists():
+        pytest.skip(f"{SHARED / name} is not there")
+    return SHARED / name
+
+
+@pytest.mark.parametrize("name", ["d4rl_hopper_medium_replay_v1.hdf5", "d4rl_pen_expert_v1.hdf5"])
+def test_public_d4rl_files_have_the_numbers_that_h5py_reads(name):
+    path = recording(name)
+    with h5py.File(path) as file:
+        observations, terminals, timeouts = (file[key][()] for key in ("observations", "terminals", "timeouts"))
+        after = np.append(observations[1:], observations[-1:], 0)
+        lost = timeouts.astype(bool) & ~terminals.astype(bool)
+        if "next_observations" in file:
+            after = file["next_observations"][()]
+            lost[:] = False
+        # Without them, the outcome of a timeout is not in the file.
+        rows = np.flatnonzero(~lost)
+        with TransitionDataset(path) as data:
+            batch = data[:]
+        np.testing.assert_array_equal(batch["joint"], observations[rows].astype(np.float32))
+        np.testing.assert_array_equal(batch["next_joint"], after[rows].astype(np.float32))
+        np.testing.assert_array_equal(batch["action"], file["actions"][()][rows].astype(np.float32))
+        np.testing.assert_array_equal(batch["reward"][:, 0], file["rewards"][()].reshape(-1)[rows].astype(np.float32))
+        np.testing.assert_array_equal(batch["not_done"][:, 0], ~terminals[rows].astype(bool))
+
+
+def test_a_public_robomimic_file_has_the_numbers_that_h5py_reads():
+    path = recording("robomimic_lift_low_dim.hdf5")
+    with TransitionDataset(path) as data, h5py.File(path) as file:
+        batch = data[:]
+        names = ("robot0_joint_pos", "robot0_gripper_qpos")
+        demos = sorted(file["data"], key=lambda name: int(name.removeprefix("demo_")))
+        for key, group in (("joint", "obs"), ("next_joint", "next_obs")):
+            whole = [np.concatenate([file[f"data/{demo}/{group}/{name}"] for name in names], 1) for demo in demos]
+            np.testing.assert_array_equal(batch[key], np.concatenate(whole).astype(np.float32))
+        actions = np.concatenate([file[f"data/{demo}/actions"] for demo in demos])
+        np.testing.assert_array_equal(batch["action"], actions.astype(np.float32))
+
+
 def test_d4rl_without_next_observations_drops_steps_after_which_nothing_was_recorded(tmp_path):
     """A terminal step in the middle is followed by the row that is there; a timeout is not: the episode is another."""
     path = write_d4rl(tmp_path / "d.hdf5", ends=(9,), timeouts=(19,))
@@ -216,3 +260,16 @@ def test_many_short_episodes_are_indexed_like_plain_rows(tmp_path):
         assert torch.equal(batch["not_done"][:, 0] == 0, rows % 3 == 2)
         train, held = data.split(0.5)
         assert len(train) + len(held) == 70_000
+
+
+def test_next_observations_are_those_recorded_even_where_they_are_not_the_following_row(tmp_path):
+    path = write_robomimic(tmp_path / "r.hdf5", (4, 5, 6))
+    generator = np.random.default_rng(0)
+    with h5py.File(path, "a") as file:
+        for demo in file["data"].values():
+            demo["next_obs/robot0_joint_pos"][1:3] = generator.normal(size=(2, 7))
+        expected = np.concatenate([file[f"data/demo_{k}/next_obs/robot0_joint_pos"] for k in range(3)])
+    with TransitionDataset(path, cameras=[]) as data:
+        np.testing.assert_array_equal(data[:]["next_joint"][:, :7], expected.astype(np.float32))
+        chosen = np.array([14, 6, 2, 6])
+        np.testing.assert_array_equal(data[chosen]["next_joint"][:, :7], expected[chosen].astype(np.float32))

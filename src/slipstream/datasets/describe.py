@@ -195,7 +195,7 @@ class _Checker:
         cameras = {camera: self._images(path) for camera, path in roles.cameras.items()}
         after = {camera: self._images(path) for camera, path in roles.next_cameras.items()}
         terminal = self._flags(roles.terminal, steps)
-        lengths, cut, broken = self._episodes(terminal, joints)
+        lengths, cut = self._episodes(terminal, joints)
         final = self._final(self._observed(joints, cameras), steps, len(lengths))
         for camera, images in after.items():
             if images.num_rows != steps:
@@ -205,7 +205,7 @@ class _Checker:
         # Only an episode that is sound says how wide others are.
         self.action_dim = action_dim
         self.joint_dim = joint_dim
-        return Stretch(name, lengths, final, cut, cameras, after, terminal, broken)
+        return Stretch(name, lengths, final, cut, cameras, after, terminal)
 
     def _check_finite(self) -> None:
         """Read all numbers of a group, so that an episode with NaN can be skipped before anything is loaded."""
@@ -308,13 +308,13 @@ class _Checker:
 
     def _episodes(
         self, terminal: NDArray[np.bool_], joints: Sequence[h5py.Dataset]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-        """Return the lengths of the episodes of a group, which of them were truncated, and broken steps."""
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the lengths of the episodes of a group, and which of them were truncated."""
         steps = len(terminal)
         timeout = self._flags(self.roles.timeout, steps)
         if not self.layout.flags_split:
             self.counts.num_mid_flags += int(np.count_nonzero(terminal[:-1]) + np.count_nonzero(timeout[:-1]))
-            return np.array([steps], np.int64), ~terminal[-1:], np.zeros(0, np.int64)
+            return np.array([steps], np.int64), ~terminal[-1:]
         flagged = terminal | timeout
         broken = self._broken_links(joints, flagged)
         self.counts.num_broken += int(broken.sum())
@@ -322,10 +322,9 @@ class _Checker:
         if self.roles.timeout is None:
             flagged[:-1] |= broken
             self.counts.num_unflagged += int(broken.sum())
-            broken[:] = False
         last = np.union1d(np.flatnonzero(flagged), [steps - 1])
         lengths = np.diff(last, prepend=-1).astype(np.int64)
-        return lengths, ~terminal[last], np.flatnonzero(broken)
+        return lengths, ~terminal[last]
 
     def _flags(self, path: str | None, steps: int) -> NDArray[np.bool_]:
         if path is None:

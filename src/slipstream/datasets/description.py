@@ -140,7 +140,6 @@ class Stretch:
         cameras: Frames of each camera.
         next_cameras: Frames after each step, if they are stored separately.
         terminal: Whether each step reached a terminal state.
-        broken: Steps whose recorded next observation is not the following row, although their episode continues.
     """
 
     group: str
@@ -150,7 +149,6 @@ class Stretch:
     cameras: dict[str, Images]
     next_cameras: dict[str, Images]
     terminal: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-    broken: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def num_steps(self) -> int:

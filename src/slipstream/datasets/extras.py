@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.datasets.opening import dataset, listing, member, opened
+from slipstream.datasets.opening import dataset, follow, listing, opened
 from slipstream.datasets.plans import Plan
 from slipstream.errors import ConfigurationError, DatasetError, MissingEntryError, NonFiniteError
 from slipstream.memory import machine_bytes
@@ -150,10 +150,13 @@ class _Reader:
 
     def _attribute(self, start: h5py.Group, where: str, attribute: str) -> Any:
         """Return an attribute, or a member of the JSON object in it."""
-        node: Any = start
-        if where:
-            node = member(start, where)
-        if node is None:
+        found = follow(start, where)
+        node: h5py.Group | h5py.Dataset
+        if isinstance(found, h5py.h5g.GroupID):
+            node = h5py.Group(found)
+        elif isinstance(found, h5py.h5d.DatasetID):
+            node = h5py.Dataset(found)
+        else:
             raise MissingEntryError(f"{self.file}: {start.name.rstrip('/')}/{where} is not there; {listing(start)}")
         name, *keys = attribute.split("/")
         if name not in node.attrs:

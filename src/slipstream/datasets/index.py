@@ -96,12 +96,7 @@ def _column(part: Recordings, name: str, episode: NDArray[np.int64], step: NDArr
         # An episode has one observation more than steps.
         values = part.joint[rows + episode]
     else:
-        values = part.joint[rows + episode + 1]
-        if len(part.broken):
-            # The observation that was recorded after these steps is not the row that follows.
-            place = np.minimum(np.searchsorted(part.broken, rows), len(part.broken) - 1)
-            is_broken = part.broken[place] == rows
-            values[is_broken] = part.broken_joint[place[is_broken]]
+        values = part.next_joint(rows, episode)
     return values
 
 

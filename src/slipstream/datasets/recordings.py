@@ -7,6 +7,7 @@ row before it. Only a terminal step has such an outcome in a transition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +65,6 @@ class Recordings:
         channels: Channels of each camera.
         sizes: Height and width of each camera's frames as stored, of each that occurs.
         file_starts: First step of each file.
-        broken: Steps whose next observation is not the one of the step that follows.
-        broken_joint: Joint positions after each of these steps.
         left_out: Whether the limits of `load` left anything out.
     """
 
@@ -86,6 +85,8 @@ class Recordings:
         self.action: NDArray[np.float32] = np.empty((steps, first.action_dim), np.float32)
         self.reward: NDArray[np.float32] = np.zeros(steps, np.float32)
         self.terminal: NDArray[np.bool_] = np.zeros(steps, bool)
+        # Blocks of steps whose next observation is not that of the following step, and the next observations.
+        self._exceptions: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []
         self.frames = FrameReader(Files(MAX_OPEN))
         self.channels: dict[str, int] = {}
         self.sizes: dict[str, set[tuple[int, int]]] = {name: set() for name in cameras}
@@ -94,8 +95,6 @@ class Recordings:
         self.cameras = {name: CameraIndex(*(np.empty(episodes, np.int64) for _ in range(4))) for name in cameras}
         self.left_out = False
         self.file_starts: list[int] = []
-        self.broken: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.broken_joint: NDArray[np.float32] = np.zeros((0, first.joint_dim), np.float32)
         self._image_size = image_size
         self._cache_setting = cache
         self._load(plans)
@@ -113,7 +112,8 @@ class Recordings:
     @property
     def nbytes(self) -> int:
         """Memory of the numbers."""
-        return self.joint.nbytes + self.action.nbytes + self.reward.nbytes + self.terminal.nbytes
+        exceptions = sum(steps.nbytes + rows.nbytes for steps, rows in self._exceptions)
+        return self.joint.nbytes + self.action.nbytes + self.reward.nbytes + self.terminal.nbytes + exceptions
 
     def _load(self, plans: Sequence[Plan]) -> None:
         episode = 0
@@ -126,8 +126,10 @@ class Recordings:
                 for plan in of_file:
                     group = root if plan.stretch.group == "/" else root[plan.stretch.group]
                     self._load_numbers(plan, group, episode)
+                    self._load_exceptions(plan, group, episode)
                     self._index_frames(plan, episode, number, cached)
                     episode += plan.num_episodes
+        self._join_exceptions()
 
     def _load_numbers(self, plan: Plan, group: h5py.Group, episode: int) -> None:
         """Read what is not an image, and check it."""
@@ -147,21 +149,6 @@ class Recordings:
             target = self.joint[first + episode : last + episode + count, column : column + width]
             self._load_joint(plan, data, after, target)
             column += width
-        self._load_broken(plan, group, first, last)
-
-    def _load_broken(self, plan: Plan, group: h5py.Group, first: int, last: int) -> None:
-        """Read the observations after steps that the following rows do not continue."""
-        steps = plan.stretch.broken[plan.stretch.broken < last - first]
-        if not len(steps):
-            return
-        parts = []
-        for path in plan.description.roles.next_joint:
-            after = known_dataset(group, path)
-            values: NDArray[np.float32] = np.asarray(after[steps]).reshape(len(steps), -1).astype(np.float32)
-            _check_finite(plan, after, values, steps)
-            parts.append(values)
-        self.broken = np.concatenate([self.broken, first + steps])
-        self.broken_joint = np.concatenate([self.broken_joint, np.concatenate(parts, axis=1)])
 
     def _load_joint(self, plan: Plan, data: h5py.Dataset, after: h5py.Dataset | None, target: NDArray[Any]) -> None:
         """Read observations so that each episode has one more than steps."""
@@ -192,6 +179,45 @@ class Recordings:
             with np.errstate(over="ignore"):
                 target[ends] = np.asarray(after[starts[1:] - 1]).reshape(len(ends), -1)
             _check_finite(plan, after, target[ends], starts[1:] - 1)
+
+    def _load_exceptions(self, plan: Plan, group: h5py.Group, episode: int) -> None:
+        """Note the steps whose next observation was recorded and is not the observation of the following step."""
+        paths = plan.description.roles.next_joint
+        if plan.stretch.final != "next" or not paths:
+            return
+        datasets = [known_dataset(group, path) for path in paths]
+        starts = np.cumsum(plan.lengths) - plan.lengths
+        first_step = int(self.starts[episode])
+        for first in range(0, int(plan.lengths.sum()), _BLOCK_ROWS):
+            steps = np.arange(first, min(first + _BLOCK_ROWS, int(plan.lengths.sum())))
+            rows = np.empty((len(steps), self.joint.shape[1]), np.float32)
+            column = 0
+            for data in datasets:
+                width = math.prod(data.shape[1:])
+                read_rows(data, first, rows[:, column : column + width])
+                column += width
+            episodes = episode + np.searchsorted(starts, steps, "right") - 1
+            differ = (rows != self.joint[first_step + steps + episodes + 1]).any(1)
+            if differ.any():
+                _check_finite(plan, datasets[0], rows[differ], steps[differ])
+                self._exceptions.append((first_step + steps[differ], rows[differ]))
+
+    def next_joint(self, steps: NDArray[np.int64], episodes: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the observations after some steps, as they were recorded."""
+        values: NDArray[np.float32] = self.joint[steps + episodes + 1]
+        if self._exceptions:
+            exceptional, rows = self._exceptions[0]
+            place = np.minimum(np.searchsorted(exceptional, steps), len(exceptional) - 1)
+            found = exceptional[place] == steps
+            values[found] = rows[place[found]]
+        return values
+
+    def _join_exceptions(self) -> None:
+        """Make one block of the exceptions of all episodes, which are in order."""
+        if self._exceptions:
+            steps = np.concatenate([block[0] for block in self._exceptions])
+            rows = np.concatenate([block[1] for block in self._exceptions])
+            self._exceptions = [(steps, rows)]
 
     def _index_frames(self, plan: Plan, episode: int, file: int, cache: RegisteredCache | None) -> None:
         """Note where the frames of a stretch are."""
