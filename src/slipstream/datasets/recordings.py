@@ -129,6 +129,7 @@ class Recordings:
                     self._load_exceptions(plan, group, episode)
                     self._index_frames(plan, episode, number, cached)
                     episode += plan.num_episodes
+        self._join_exceptions()
 
     def _load_numbers(self, plan: Plan, group: h5py.Group, episode: int) -> None:
         """Read what is not an image, and check it."""
@@ -204,11 +205,19 @@ class Recordings:
     def next_joint(self, steps: NDArray[np.int64], episodes: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the observations after some steps, as they were recorded."""
         values: NDArray[np.float32] = self.joint[steps + episodes + 1]
-        for exceptional, rows in self._exceptions:
+        if self._exceptions:
+            exceptional, rows = self._exceptions[0]
             place = np.minimum(np.searchsorted(exceptional, steps), len(exceptional) - 1)
             found = exceptional[place] == steps
             values[found] = rows[place[found]]
         return values
+
+    def _join_exceptions(self) -> None:
+        """Make one block of the exceptions of all episodes, which are in order."""
+        if self._exceptions:
+            steps = np.concatenate([block[0] for block in self._exceptions])
+            rows = np.concatenate([block[1] for block in self._exceptions])
+            self._exceptions = [(steps, rows)]
 
     def _index_frames(self, plan: Plan, episode: int, file: int, cache: RegisteredCache | None) -> None:
         """Note where the frames of a stretch are."""
