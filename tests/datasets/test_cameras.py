@@ -152,6 +152,17 @@ def test_a_mask_can_be_read_if_it_is_named(tmp_path):
     assert found.roles.cameras == {"mask": "observations/front_mask"}
 
 
+@pytest.mark.parametrize(("name", "is_camera"), [("seg_cam/rgb", True), ("depth/front", False), ("rgb/depth", False)])
+def test_the_last_name_says_what_an_image_is(tmp_path, name, is_camera):
+    found = describe(write(tmp_path / "f.hdf5", images(*SHAPE), name=name))
+    assert (list(found.roles.cameras.values()) == [f"observations/{name}"]) == is_camera
+
+
+def test_small_arrays_of_floats_are_no_images(tmp_path):
+    found = describe(write(tmp_path / "f.hdf5", np.ones((ROWS, 6, 4, 4), np.float32), name="link_poses"))
+    assert (found.roles.cameras, found.rejected) == ({}, {})
+
+
 def test_vectors_of_bytes_and_sentences_are_no_images(tmp_path):
     path = write(tmp_path / "f.hdf5", images(ROWS, 7), name="buttons")
     with h5py.File(path, "a") as file:

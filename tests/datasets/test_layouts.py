@@ -83,7 +83,7 @@ def test_named_cameras_join_the_recognised_ones_and_all_that_are_missing_are_lis
     fields = Fields(cameras={"low": "observations/images/cam_low"})
     found = describe(tmp_path / "episode_0.hdf5", fields)
     assert sorted(found.roles.cameras) == ["global", "left", "low", "right"]
-    with pytest.raises(MissingEntryError, match="there is no cameras front, back; those found are low .*left .*'back'"):
+    with pytest.raises(MissingEntryError, match="are no cameras front, back; those found are low .*left .*'back'"):
         describe(tmp_path / "episode_0.hdf5", fields, cameras=("left", "front", "back"))
 
 
@@ -130,6 +130,8 @@ def test_episodes_are_selected_by_name_or_number_in_that_order(tmp_path):
         assert [stretch.group for stretch in found.stretches] == ["data/demo_1", "data/demo_0"]
     with pytest.raises(MissingEntryError, match=r"no episode \['demo_7', 9\]; those it has are demo_0, demo_1"):
         describe(tmp_path / "demo.hdf5", Fields(episodes=["demo_7", 0, 9]))
+    with pytest.raises(ConfigurationError, match="episodes is an empty list"):
+        describe(tmp_path / "demo.hdf5", Fields(episodes=[]))
     path = write_a(tmp_path / "a.hdf5")
     with pytest.raises(DatasetError, match="has no such groups"):
         describe(path, Fields(episodes=[0]))

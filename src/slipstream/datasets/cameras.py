@@ -31,7 +31,7 @@ _OTHER_IMAGES = {
     "mask": "a mask", "masks": "a mask", "seg": "a mask", "segmentation": "a mask", "segmentations": "a mask",
     "semantic": "a mask", "instance": "a mask", "depth": "depth", "depths": "depth", "pointcloud": "a point cloud",
     "pointclouds": "a point cloud", "pcd": "a point cloud", "cloud": "a point cloud", "xyz": "a point cloud",
-    "normal": "surface normals", "normals": "surface normals", "flow": "optical flow",
+    "normals": "surface normals", "flow": "optical flow",
 }  # fmt: skip
 
 
@@ -101,24 +101,32 @@ def look_at(data: h5py.Dataset, path: str, *, named: bool = False) -> Pixels | s
     return _values(data, size)
 
 
-@functools.lru_cache(maxsize=4096)
-def _words(path: str) -> list[str]:
-    # Words of the last two parts: a folder such as `depth/front` names them too.
-    text = "/".join(path.split("/")[-2:])
+def _words(text: str) -> list[str]:
     return [word for word in re.split(r"[^a-z]+", text.lower()) if word]
 
 
 @functools.lru_cache(maxsize=4096)
 def _other_image(path: str) -> str:
-    for word in _words(path):
+    """Say what images are that are not those of a camera, by the words of their path; else nothing."""
+    above, _, name = path.lower().rpartition("/")
+    if "point_cloud" in name:
+        return "a point cloud"
+    for word in _words(name):
         if word in _OTHER_IMAGES:
             return _OTHER_IMAGES[word]
-    return "a point cloud" if "point_cloud" in path.lower() else ""
+    # A folder such as `depth/front` says it too, but not for what is called an image itself: `seg_cam/rgb`.
+    if _IMAGE_WORDS.intersection(_words(name)):
+        return ""
+    for word in _words(above.rpartition("/")[2]):
+        if word in _OTHER_IMAGES:
+            return _OTHER_IMAGES[word]
+    return ""
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_named_image(path: str) -> bool:
-    return any(word in _IMAGE_WORDS for word in _words(path))
+    words = _words("/".join(path.split("/")[-2:]))
+    return not _IMAGE_WORDS.isdisjoint(words)
 
 
 def _size(shape: tuple[int, ...], dtype: np.dtype[Any], path: str, *, named: bool) -> Pixels | str | None:
@@ -127,6 +135,9 @@ def _size(shape: tuple[int, ...], dtype: np.dtype[Any], path: str, *, named: boo
         is_stack = dtype == np.uint8 and (shape[4] in CHANNELS or shape[2] in CHANNELS)
         return "stacked" if is_stack else None
     if len(shape) == 4:
+        # Small arrays of other numbers may be anything, such as the poses of several links.
+        if dtype.kind != "b" and dtype != np.uint8 and sorted(shape[1:])[1] < _LEAST_SIDE and not named:
+            return None
         if shape[3] in CHANNELS:
             return Pixels(shape[1], shape[2], shape[3])
         if shape[1] in CHANNELS:

@@ -103,7 +103,7 @@ def describe(
             observations=tuple(search.observations),
             rejected=search.rejected,
             skipped=tuple(checker.counts.skipped),
-            search=(layout, tree.names(), search),
+            search=(layout, hash(tree.names()), search),
         )
 
 
@@ -112,7 +112,7 @@ def _known_search(tree: Tree, layout: Layout, like: Description | None) -> Searc
     if like is None or like.search is None:
         return None
     known_layout, names, search = like.search
-    if known_layout != layout or names != tree.names():
+    if known_layout != layout or names != hash(tree.names()):
         return None
     return Search(search.group, search.roles, rejected=search.rejected, observations=search.observations)
 

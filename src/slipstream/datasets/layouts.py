@@ -12,7 +12,7 @@ from slipstream.datasets.description import Fields
 from slipstream.datasets.names import shown
 from slipstream.datasets.opening import listing, natural
 from slipstream.datasets.tree import Tree, join
-from slipstream.errors import DatasetError, MissingEntryError
+from slipstream.errors import ConfigurationError, DatasetError, MissingEntryError
 
 ACTIONS = ("actions", "action")
 REWARDS = ("rewards", "reward")
@@ -161,6 +161,8 @@ def _select(tree: Tree, layout: Layout, fields: Fields) -> Layout:
     wanted: list[str | int] = []
     if fields.episodes is not None and not isinstance(fields.episodes, str):
         wanted = list(fields.episodes)
+        if not wanted:
+            raise ConfigurationError("episodes is an empty list, expected at least one episode")
     if not wanted and fields.filter_key is None:
         return layout
     if layout.groups == ("/",):

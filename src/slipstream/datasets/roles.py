@@ -26,7 +26,7 @@ from slipstream.errors import DatasetError, MissingEntryError
 # never among them: they hold object poses and velocities, which no robot observes.
 _JOINTS = (
     "joint", "joints", "joint_position", "joint_positions", "joint_pos", "joint_states", "qpos", "agent_pos",
-    "agent/qpos", "state", "proprio", "robot_state",
+    "agent/qpos", "observation.state", "state", "proprio", "robot_state",
 )  # fmt: skip
 # Names that say what they are without a list of alternatives, so they are not reported as guesses.
 _CERTAIN_JOINTS = {"joint", "joints"}
@@ -187,13 +187,10 @@ class _Searcher:
         reasons = ""
         if self.rejected:
             reasons = "; not usable: " + ", ".join(f"{shown(path)} ({why})" for path, why in self.rejected.items())
-        noun = "camera"
+        absent = f"there is no camera {names}"
         if len(missing) > 1:
-            noun = "cameras"
-        return (
-            f"{self.file}: there is no {noun} {names}; those found are {found}{reasons}; name them, "
-            f"as in cameras={{{example}}}"
-        )
+            absent = f"there are no cameras {names}"
+        return f"{self.file}: {absent}; those found are {found}{reasons}; name them, as in cameras={{{example}}}"
 
     def _next_cameras(self, cameras: Mapping[str, str]) -> dict[str, str]:
         if self.fields.next_cameras is not None:
