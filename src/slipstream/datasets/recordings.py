@@ -126,7 +126,7 @@ class Recordings:
                 for plan in of_file:
                     group = root if plan.stretch.group == "/" else root[plan.stretch.group]
                     self._load_numbers(plan, group, episode)
-                    self._load_exceptions(plan, group, episode)
+                    self._load_next(plan, group, episode)
                     self._index_frames(plan, episode, number, cached)
                     episode += plan.num_episodes
         self._join_exceptions()
@@ -142,23 +142,25 @@ class Recordings:
                 _check_finite(plan, data, values)
         self.terminal[first:last] = plan.stretch.terminal[: last - first]
         column = 0
-        for number, path in enumerate(roles.joint):
+        for path in roles.joint:
             data = known_dataset(group, path)
             width = data.shape[1] if data.ndim == 2 else 1
-            after = known_dataset(group, roles.next_joint[number]) if plan.stretch.final == "next" else None
             target = self.joint[first + episode : last + episode + count, column : column + width]
-            self._load_joint(plan, data, after, target)
+            self._load_joint(plan, data, target)
             column += width
 
-    def _load_joint(self, plan: Plan, data: h5py.Dataset, after: h5py.Dataset | None, target: NDArray[Any]) -> None:
+    def _load_joint(self, plan: Plan, data: h5py.Dataset, target: NDArray[Any]) -> None:
         """Read observations so that each episode has one more than steps."""
-        if plan.stretch.final == "own":
-            read_rows(data, 0, target)
-            _check_finite(plan, data, target)
+        lengths = plan.lengths
+        num_steps = int(lengths.sum())
+        if plan.stretch.final == "own" or len(lengths) == 1:
+            num_rows = min(data.shape[0], len(target))
+            read_rows(data, 0, target[:num_rows])
+            _check_finite(plan, data, target[:num_rows])
+            target[num_rows:] = target[num_rows - 1]
             return
-        starts = np.concatenate([[0], np.cumsum(plan.lengths)])
-        num_steps = int(starts[-1])
-        ends = starts[1:] + np.arange(len(starts) - 1)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        ends = starts[1:] + np.arange(len(lengths))
         # Also read the row after the last step, if the dataset has it.
         num_rows = min(data.shape[0], num_steps + 1)
         for first in range(0, num_rows, _BLOCK_ROWS):
@@ -174,32 +176,37 @@ class Recordings:
             target[ends[np.searchsorted(starts[1:], numbers[following])]] = rows[following]
         if num_rows == num_steps:
             target[ends[-1]] = target[ends[-1] - 1]
-        if after is not None:
-            # What is too large becomes infinite, and is reported.
-            with np.errstate(over="ignore"):
-                target[ends] = np.asarray(after[starts[1:] - 1]).reshape(len(ends), -1)
-            _check_finite(plan, after, target[ends], starts[1:] - 1)
 
-    def _load_exceptions(self, plan: Plan, group: h5py.Group, episode: int) -> None:
-        """Note the steps whose next observation was recorded and is not the observation of the following step."""
+    def _load_next(self, plan: Plan, group: h5py.Group, episode: int) -> None:
+        """Read the observations after all steps, if they are stored separately.
+
+        The last one of each episode belongs to `joint`. Any other that is not the observation of the following step is
+        an exception.
+        """
         paths = plan.description.roles.next_joint
         if plan.stretch.final != "next" or not paths:
             return
         datasets = [known_dataset(group, path) for path in paths]
+        num_steps = int(plan.lengths.sum())
         starts = np.cumsum(plan.lengths) - plan.lengths
         first_step = int(self.starts[episode])
-        for first in range(0, int(plan.lengths.sum()), _BLOCK_ROWS):
-            steps = np.arange(first, min(first + _BLOCK_ROWS, int(plan.lengths.sum())))
+        for first in range(0, num_steps, _BLOCK_ROWS):
+            steps = np.arange(first, min(first + _BLOCK_ROWS, num_steps))
             rows = np.empty((len(steps), self.joint.shape[1]), np.float32)
+            episodes = episode + np.searchsorted(starts, steps, "right") - 1
+            places = first_step + steps + episodes + 1
+            is_last = first_step + steps + 1 == self.starts[episodes + 1]
             column = 0
             for data in datasets:
                 width = math.prod(data.shape[1:])
-                read_rows(data, first, rows[:, column : column + width])
+                part = rows[:, column : column + width]
+                read_rows(data, first, part)
+                used = is_last | (part != self.joint[places, column : column + width]).any(1)
+                _check_finite(plan, data, part[used], steps[used])
                 column += width
-            episodes = episode + np.searchsorted(starts, steps, "right") - 1
-            differ = (rows != self.joint[first_step + steps + episodes + 1]).any(1)
+            self.joint[places[is_last]] = rows[is_last]
+            differ = (rows != self.joint[places]).any(1)
             if differ.any():
-                _check_finite(plan, datasets[0], rows[differ], steps[differ])
                 self._exceptions.append((first_step + steps[differ], rows[differ]))
 
     def next_joint(self, steps: NDArray[np.int64], episodes: NDArray[np.int64]) -> NDArray[np.float32]:
