@@ -168,6 +168,13 @@ def test_commands_and_options_that_are_shown_exist():
     assert not offenders, "\n".join(offenders)
 
 
+def test_the_next_steps_that_the_demo_prints_are_commands_that_exist():
+    lines = re.findall(r'echo "  (slipstream [^"#]+?) +#', (ROOT / "Makefile").read_text())
+    assert len(lines) >= 3
+    for line in lines:
+        check_line(line, is_typed=True)
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", navigation, re.MULTILINE)
