@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.report.metrics import Curve, Floats, Metrics, thin
+from slipstream.run.metrics import Curve, Floats, Metrics, thin
 
 
 @dataclass(frozen=True)

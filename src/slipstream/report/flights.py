@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import CorruptFileError, FormatVersionError
-from slipstream.report.numbers import number_of
 from slipstream.rollout.files import RolloutFile
+from slipstream.run.metrics import number_of
 
 FORMAT, VERSION = "slipstream.flights", 1
 MAX_PACKED_BYTES = 1_100_000  # of a scenario, before base64 makes it a third longer

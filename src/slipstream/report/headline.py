@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.report.counters import Stalls, find_stalls, running_time_s, total
-from slipstream.report.evaluations import Evaluation, Quantity, Scenario
 from slipstream.report.markup import Html, element, join
 from slipstream.report.run import Run
 from slipstream.report.wording import say_interval, say_moment
+from slipstream.run.evaluation import Evaluation, Interval, Scenario
 from slipstream.text import format_bytes, format_count, format_percent, format_ratio, format_seconds, plural
 
 CANDIDATE_TITLES = {"policy_shield": "Policy with shield", "planner": "Planner, without learning"}
@@ -94,14 +94,18 @@ def _references(evaluation: Evaluation, main: Scenario) -> Html | str:
     return element("ul", *lines, class_="references")
 
 
-def interval_bar(quantity: Quantity) -> Html:
+def interval_bar(quantity: Interval) -> Html:
     """Return a rate as a bar, with its interval."""
 
     def clamp(share: float) -> float:
         return round(100 * min(max(share, 0.0), 1.0), 2)
 
-    low, high = (quantity.mean if end is None else end for end in (quantity.low, quantity.high))
-    mean, begin, end = clamp(quantity.mean), clamp(low), clamp(high)
+    mean = clamp(quantity.mean)
+    begin = mean
+    end = mean
+    if quantity.is_known:
+        begin = clamp(quantity.low)
+        end = clamp(quantity.high)
     return element(
         "svg",
         element("rect", class_="track", x=0, y=3, width=100, height=4),

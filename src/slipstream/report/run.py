@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.errors import ConfigurationError, SlipstreamError
-from slipstream.report.evaluations import Evaluation, Scenario, read_evaluation
 from slipstream.report.flights import read_flights
-from slipstream.report.metrics import Metrics, read_metrics
+from slipstream.run.evaluation import Evaluation, Scenario, read_evaluation
+from slipstream.run.metrics import Metrics, read_metrics
 from slipstream.store.local import open_regular
 
 MAX_CONFIG_BYTES = 256 << 10

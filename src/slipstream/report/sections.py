@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from slipstream.report.charts import Chart, learning_charts, stall_chart, time_charts, time_parts
 from slipstream.report.counters import Stalls, find_stalls, total
-from slipstream.report.evaluations import Evaluation, Quantity, Scenario
 from slipstream.report.headline import interval_bar, say_stall
 from slipstream.report.markup import Html, element, join, section, table
-from slipstream.report.metrics import MAX_POINTS, Metrics
 from slipstream.report.run import Files, Run
 from slipstream.report.wording import say_interval
+from slipstream.run.evaluation import Evaluation, Interval, Scenario
+from slipstream.run.metrics import MAX_POINTS, Metrics
 from slipstream.text import format_bytes, format_count, format_percent, format_ratio, format_seconds, plural
 
 NOTHING = "\N{EN DASH}"
@@ -137,7 +137,7 @@ def _rate(scenario: Scenario, key: str) -> Html | str:
     return join([format_percent(quantity.mean), element("small", say_interval(quantity, percent=True) or ""), bar])
 
 
-def _amount(quantity: Quantity | None, unit: str) -> Html | str:
+def _amount(quantity: Interval | None, unit: str) -> Html | str:
     if quantity is None:
         return NOTHING
     return join([f"{quantity.mean:,.1f}{unit}", element("small", say_interval(quantity) or "")])

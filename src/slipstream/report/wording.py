@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 
-from slipstream.report.evaluations import Quantity
+from slipstream.run.evaluation import Interval
 
 
 def say_moment(unix_s: float) -> str | None:
@@ -17,9 +17,9 @@ def say_moment(unix_s: float) -> str | None:
     return f"{moment:%Y-%m-%d %H:%M} UTC"
 
 
-def say_interval(quantity: Quantity, *, percent: bool = False) -> str | None:
+def say_interval(quantity: Interval, *, percent: bool = False) -> str | None:
     """Return the 95 % interval of a quantity, if it has one."""
-    if quantity.low is None or quantity.high is None:
+    if not quantity.is_known:
         return None
     factor = 100 if percent else 1
     return f"{factor * quantity.low:.1f} to {factor * quantity.high:.1f}{' %' if percent else ''}"

@@ -12,11 +12,17 @@ import torch
 from slipstream.dist.threads import local_world_size, numerics
 from slipstream.errors import ConfigurationError
 from slipstream.rollout.storage import RolloutStorage
+from slipstream.run.folder import LAST, RunFolder, find_run, follow_link
 from slipstream.text import format_bytes
 from slipstream.threads import usable_cores
-from slipstream.train.folder import LAST, RunFolder, find_run, follow_link
 from slipstream.train.loggers import new_run_id
-from slipstream.train.settings import TrainSettings, compose_settings, override_settings, parse_overrides
+from slipstream.train.settings import (
+    TrainSettings,
+    compose_settings,
+    override_settings,
+    parse_overrides,
+    settings_of,
+)
 
 # A step of a rollout: observations twice, actions, rewards, statistics.
 BYTES_PER_STEP = 2200
@@ -102,7 +108,7 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
     else:
         folder = RunFolder(follow_link(Path(str(resume)).expanduser()))
         others = [override.input_line or "" for key, override in given.items() if key != "resume"]
-        settings = override_settings(folder.settings(), others)
+        settings = override_settings(settings_of(folder), others)
         _require_same_place(settings, folder, given)
     settings.resume = None
     # The folder may have been renamed since. A copy of runs/last may even have the name of the link.
@@ -117,7 +123,7 @@ def _find_by_name(settings: TrainSettings) -> RunFolder:
     """Return the folder of a run by its name: a new one, or an existing one with ``resume=auto``."""
     if settings.name is None and settings.resume == "auto":
         raise ConfigurationError("resume=auto needs the name of the run: name=... is missing")
-    folder = find_run(settings)
+    folder = find_run(settings.run_dir, settings.name)
     if not folder.config.exists():
         return folder
     if settings.resume != "auto":
@@ -126,7 +132,7 @@ def _find_by_name(settings: TrainSettings) -> RunFolder:
         )
     if settings.wandb.run_id is None:
         # Weights & Biases finds the run by this number.
-        settings.wandb.run_id = folder.settings().wandb.run_id
+        settings.wandb.run_id = settings_of(folder).wandb.run_id
     return folder
 
 

@@ -10,11 +10,11 @@ import torch
 
 from slipstream import ConfigurationError, NavRLPolicy, load_rollout, policy_candidate
 from slipstream.nav import Simulation, velocity_from_unit
+from slipstream.run.evaluation import OUTCOMES, choose_name, require_writable
 from slipstream.train.evaluation.compare import compare
-from slipstream.train.evaluation.flights import OUTCOMES
 from slipstream.train.evaluation.jobs import Job, describe_conditions, evaluate, run_jobs
 from slipstream.train.evaluation.pilots import Sensors
-from slipstream.train.evaluation.results import choose_name, require_writable, save_evaluation
+from slipstream.train.evaluation.results import save_evaluation
 from slipstream.train.evaluation.scenarios import Scenario, plan_flights
 from tests.train.conftest import small
 from tests.train.evaluation.conftest import CROWDED, EMPTY, FEW_BOXES, STILL, STRAIGHT, long_enough

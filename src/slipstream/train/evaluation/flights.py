@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 from slipstream.nav.config import NavigationConfig
 from slipstream.nav.observation import Observation
 from slipstream.nav.simulation import Outcome, Simulation
+from slipstream.run.evaluation import OUTCOMES
 from slipstream.tensors import import_tensordict
 from slipstream.train.evaluation.pilots import Candidate, Pilot, Sensing, Sensors, make_sensing
 from slipstream.train.evaluation.scenarios import Part, Scenario
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-OUTCOMES = ("flying", "success", "static_collision", "dynamic_collision", "out_of_bounds", "timeout")
-"""How an episode stands. Its number in files and tensors is the index into this tuple."""
 
 SEED = 1
 NO_FAULTS = Sensors()
