@@ -254,11 +254,11 @@ def test_hostile_text_is_shown_and_not_executed(chromium, builder, line, make_ev
 def test_a_flight_of_one_moment_is_shown(chromium, builder, make_evaluation):
     run = builder()
     run.evaluation("final", make_evaluation(1, flights=True))
-    run.flights("through", num_drones=1, num_steps=0, num_obstacles=0)
+    run.flights("through", num_drones=1, num_steps=1, num_obstacles=0)
     run.flights("empty")
     chromium.open(write_report(run.folder))
     assert pixels(chromium)[1] > 10
-    assert chromium.evaluate("document.getElementById('clock').textContent") == "0.0 / 0.0 s"
+    assert chromium.evaluate("document.getElementById('clock').textContent") == "0.0 / 0.1 s"
     assert chromium.complaints() == []
 
 

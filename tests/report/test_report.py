@@ -11,9 +11,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 import slipstream
-from slipstream import ConfigurationError, DiskFullError, WriteError, write_report
+from slipstream import ConfigurationError, DiskFullError, WriteError, save_rollout_compressed, write_report
 from slipstream.report.markup import data_block, element, text
 from slipstream.report.run import read_run
 from slipstream.text import install_hint
@@ -77,7 +79,7 @@ def test_a_run_with_everything_has_every_section_and_its_numbers(whole_run):
         "checkpoints: 3 files, 3.0 kB on disk",
         "copies/b.slip 1.5 kB",
         "num_envs: 1024",
-        "Recorded in the evaluation final.",
+        "Recorded in the evaluation final, on map 10000.",
         "2.0 ms in the call of save, and 1.0 ms in which an optimizer waits",
     ):
         assert expected in words, expected
@@ -222,6 +224,38 @@ def test_a_damaged_flights_file_is_named_in_the_page_and_logged_and_the_others_a
     assert "final_through.slip" in page.words
     assert [attrs["value"] for tag, attrs in page.tags if attrs.get("name") == "scenario"] == ["0"]
     assert len(page.data("flights-0")["outcomes"]) == 5
+
+
+def test_crashes_of_the_newest_rollouts_can_be_chosen_beside_recorded_flights(builder, make_evaluation):
+    run = builder()
+    run.evaluation("final", make_evaluation(12, flights=True))
+    run.flights("through")
+    run.flights("empty")
+    for iteration in (5, 10, 15, 20):
+        run.rollout(iteration)
+    run.rollout(25, num_drones=2)
+    (run.folder / "rollouts" / "rollout_000030.slip").write_bytes(b"damaged")
+    found = read_run(run.folder)
+    titles = [scene.title for scene in found.flights]
+    # Nothing crashed in iteration 25, and the rollout of iteration 30 is damaged.
+    assert titles[2:] == ["crashes of iteration 20", "crashes of iteration 15", "crashes of iteration 10"]
+    assert ["rollout_000030.slip" in problem for problem in found.problems] == [True]
+    page = Page(write_report(run.folder))
+    assert page.data("flights-2")["outcomes"] == [2, 3]
+    assert "while the rollout of iteration 20 was collected, on map 10000" in page.data("flights-2")["source"]
+
+
+def test_flights_of_an_earlier_release_are_a_problem_that_says_what_to_do(builder, make_evaluation):
+    run = builder()
+    run.evaluation("final", make_evaluation(12, flights=True))
+    run.flights("through")
+    old = TensorDict({"drone": torch.zeros(1, 3, 2)}, batch_size=[1, 3])
+    metadata = {"format": "slipstream.flights", "version": 1}
+    save_rollout_compressed(old, run.folder / "eval" / "final_empty.slip", metadata=metadata)
+    found = read_run(run.folder)
+    assert [scene.name for scene in found.flights] == ["through"]
+    assert "final_empty.slip: holds flights in the format of an earlier release" in found.problems[0]
+    assert "slipstream eval" in found.problems[0]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from slipstream import ConfigurationError, DiskFullError, load_checkpoint, load_rollout
+from slipstream.rollout.files import RolloutFile
 from slipstream.run.folder import RunFolder
 from slipstream.run.metrics import read_rows
 from slipstream.train.settings import settings_of
@@ -145,6 +146,28 @@ def test_a_complete_run_is_left_as_it_is(tmp_path, train, caplog):
     assert trainer.iteration == 6
     assert "is complete since iteration 6: nothing is trained" in caplog.text
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
+
+
+@pytest.mark.parametrize("plan", ["plain", "packed and pipelined"])
+def test_saved_rollouts_carry_the_obstacles_that_their_drones_observed(plan, tmp_path, train):
+    train("x", *PLANS[plan], "rollout_save_interval=2", "env.num_maps=2")
+    paths = list((tmp_path / "x/rollouts").glob("rollout_*.slip"))
+    assert len(paths) == 3
+    for path in paths:
+        rollout = load_rollout(path)
+        with RolloutFile(path) as file:
+            obstacles = torch.from_numpy(file.read_extra("obstacles"))
+            assert file.metadata["map_seeds"] == [0, 1]
+            assert file.read_extra("boxes").shape[::2] == (2, 5)
+        num_envs, num_steps = rollout.batch_size
+        assert obstacles.shape[:2] == (2, num_steps + 1)
+        by_env = obstacles.repeat_interleave(num_envs // 2, 0)
+        for seen, moments in ((rollout, by_env[:, :-1]), (rollout["next"], by_env[:, 1:])):
+            offset = moments[..., :2] - seen["info", "position"][:, :, None, :2]
+            nearest = offset.norm(dim=3).min(2).values
+            observed = seen["agents", "observation", "dynamic_obstacle"][:, :, 0, 0, 3]
+            assert (observed > 0).any()
+            torch.testing.assert_close(observed[observed > 0], nearest[observed > 0], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("plan", ["plain", "packed and pipelined"])

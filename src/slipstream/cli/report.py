@@ -64,6 +64,6 @@ def _document(run: Run, path: Path) -> dict[str, Any]:
         "iteration": metrics.last("iteration"),
         "env_frames": metrics.last("env_frames"),
         "evaluations": [evaluation.name for evaluation in run.evaluations],
-        "flights": [scenario.name for scenario, _ in run.flights],
+        "flights": [scene.name for scene in run.flights],
         "problems": list(run.problems),
     }

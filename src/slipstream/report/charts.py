@@ -110,11 +110,8 @@ def _unplanned(metrics: Metrics) -> list[_Plan]:
     for plan in _LEARNING:
         for key, _, _ in plan.keys:
             known.add(key)
-    plans = []
-    for key in sorted(metrics.columns):
-        if key not in known and not key.startswith(_ELSEWHERE_PREFIXES):
-            plans.append(_Plan(key, "", ((key, key, "a"),)))
-    return plans[:MAX_OTHERS]
+    found = [key for key in sorted(metrics.columns) if key not in known and not key.startswith(_ELSEWHERE_PREFIXES)]
+    return [_Plan(key, "", ((key, key, "a"),)) for key in found[:MAX_OTHERS]]
 
 
 def _chart(plan: _Plan, number: int, metrics: Metrics) -> Chart | None:
@@ -268,7 +265,5 @@ def _short(value: float) -> float:
 
 def _summary(data: dict[str, Any]) -> str:
     """Return what a chart shows as text: where each curve begins and ends."""
-    ends = []
-    for series in data["series"]:
-        ends.append(f"{series['name']} from {series['y'][0]:.4g} to {series['y'][-1]:.4g}")
+    ends = [f"{series['name']} from {series['y'][0]:.4g} to {series['y'][-1]:.4g}" for series in data["series"]]
     return f"{'; '.join(ends)}, over {data['x']}"

@@ -93,7 +93,10 @@ def render_page(run: Run) -> str:
     if charts:
         scripts += [_plotly(), _asset("charts.js")]
     blocks = [data_block("charts", {chart.identifier: chart.data for chart in charts})]
-    blocks += [data_block(f"flights-{number}", packed) for number, (_, packed) in enumerate(run.flights)]
+    blocks += [
+        data_block(f"flights-{number}", {**scene.packed, "source": scene.source})
+        for number, scene in enumerate(run.flights)
+    ]
     return _fill(
         _asset("page.html"),
         {
@@ -130,16 +133,14 @@ def _flights(run: Run) -> Html | None:
     if not run.flights:
         return None
     first = 0
-    if run.flown is not None and run.flown.main is not None:
-        shown = [scenario for scenario, _ in run.flights]
-        if run.flown.main in shown:
-            first = shown.index(run.flown.main)
+    for number, scene in enumerate(run.flights):
+        if scene.is_main:
+            first = number
     choices = [
-        element("label", _radio(number, checked=number == first), element("span", scenario.title))
-        for number, (scenario, _) in enumerate(run.flights)
+        element("label", _radio(number, checked=number == first), element("span", scene.title))
+        for number, scene in enumerate(run.flights)
     ]
-    source = f"Recorded in the evaluation {run.flown.name}." if run.flown else ""
-    slots = {"scenarios": join(choices), "source": text(source)}
+    slots = {"scenarios": join(choices), "source": text(run.flights[first].source)}
     return section("flights", "Flights", Html(_fill(_asset("flights.html"), slots)))
 
 

@@ -340,8 +340,12 @@ class Trainer:
     def _save_rollout(self, rollout: Any, storage: RolloutStorage | None) -> None:
         """Save a rollout as it was collected. Only the first process has a storage, but all have parts."""
         whole = self.shards.whole_rollout(rollout)
+        world = self.shards.world(self.iteration - 1)
+        about: dict[str, Any] = {}
+        if world is not None:
+            about = {"metadata": world.metadata(), "extra": world.arrays()}
         if storage is not None:
-            self.ranks.write(functools.partial(storage.save, whole, self.iteration, overwrite=True))
+            self.ranks.write(functools.partial(storage.save, whole, self.iteration, overwrite=True, **about))
 
     def _save_checkpoint(self, rollout: Any) -> None:
         if self.settings.compress_lidar:

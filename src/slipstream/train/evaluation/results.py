@@ -125,7 +125,10 @@ def save_evaluation(
         flown = result.flown
         if flown.flights is not None:
             file = f"{name}_{_file_part(flown)}.slip"
-            save_rollout_compressed(flown.flights.data, folder / file, metadata=flown.flights.world)
+            world = flown.flights.world
+            save_rollout_compressed(
+                flown.flights.rollout, folder / file, metadata=world.metadata(), extra=world.arrays()
+            )
         entries.append(result.to_json(file))
     return write_evaluation(entries, folder, name, about)
 
