@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,13 @@ from slipstream.report.counters import Stalls
 from slipstream.run.evaluation import MAIN_SCENARIO, Evaluation
 from slipstream.run.metrics import STORAGE_PREFIXES, Curve, Floats, Metrics
 
+TIMED_OUT = "train/stats.timed_out"  # derived from what training logs
 PARTS = ("rollout", "update", "save", "evaluate", "log")
 MAX_OTHERS = 24
+COLORS = "abcdefgh"  # of the style sheet
+X_NAMES = {"env_frames": "frames", "iteration": "iteration"}
 DIGITS = 6
+LEAST_SHARE = 1e-5  # of an iteration, for a part that is shown
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ _LEARNING = (
         (
             ("train/stats.reach_goal", "success", "reached"),
             ("train/stats.collision", "collision", "static"),
-            ("train/stats.truncated", "truncated", "timeout"),
+            (TIMED_OUT, "timed out", "timeout"),
         ),
         percent=True,
     ),
@@ -86,15 +90,23 @@ _LEARNING = (
     _Plan("Staleness", "versions", (("staleness", "staleness", "a"),)),
     _Plan("Effective sample size", "share", (("ess", "ESS", "a"),)),
 )
-_SHOWN_ELSEWHERE = {"iteration", "env_frames", "time", "rollout_fps"}
+_SHOWN_ELSEWHERE = {"iteration", "env_frames", "time", "rollout_fps", "train/stats.truncated"}
+# What is only worth a curve if a run uses a feature: the metric that is 0 throughout if it does not, and the others.
+_FEATURES = {
+    "staleness": ("ess", "behaviour_kl"),
+    "schedule/teacher_coefficient": ("imitation_loss",),
+    "schedule/num_dynamic_obstacles": (),
+}
+_SPEED = (_Plan("Frames per second", "frames/s", (("rollout_fps", "frames/s", "a"),)),)
 _ELSEWHERE_PREFIXES = ("perf/", "eval/", *STORAGE_PREFIXES)
 
 
 def learning_charts(metrics: Metrics, evaluations: Sequence[Evaluation]) -> list[Chart]:
     """Return the curves of a run that have any value."""
     charts = []
-    for number, plan in enumerate([*_LEARNING, *_unplanned(metrics)]):
-        chart = _chart(plan, number, metrics)
+    shown = _prepare(metrics)
+    for number, plan in enumerate([*_LEARNING, *_unplanned(shown)]):
+        chart = _chart(plan, number, shown)
         if chart is not None:
             charts.append(chart)
     evaluated = _evaluation_chart(metrics, evaluations)
@@ -102,6 +114,87 @@ def learning_charts(metrics: Metrics, evaluations: Sequence[Evaluation]) -> list
         # Beside the outcomes of training episodes, which come first.
         charts.insert(1, evaluated)
     return charts
+
+
+def compare_curves(runs: Mapping[str, tuple[Metrics, Sequence[Evaluation]]]) -> list[Chart]:
+    """Return the curves of several runs: one chart for each metric, with a curve for each run that has it.
+
+    Args:
+        runs: Metrics and evaluations by the name of the run.
+    """
+    prepared = {}
+    for name, (metrics, _) in runs.items():
+        prepared[name] = _prepare(metrics)
+    # All runs need the same x axis, so frames are out of the question if one of them does not count them.
+    x_names = {metrics.x[1] for metrics in prepared.values() if metrics.num_lines}
+    x_key = "env_frames"
+    if x_names != {"frames"}:
+        x_key = "iteration"
+    charts = [_compare_evaluations(runs, x_key)]
+    for plan in [*_LEARNING, *_unplanned_in_any(list(prepared.values())), *_SPEED]:
+        for key, series_name, _ in plan.keys:
+            title = plan.title
+            if len(plan.keys) > 1:
+                title = f"{plan.title}: {series_name}"
+            charts.append(_compare_metric(prepared, x_key, key, title, plan))
+    return list(filter(None, charts))
+
+
+def _compare_metric(runs: Mapping[str, Metrics], x_key: str, key: str, title: str, plan: _Plan) -> Chart | None:
+    """Return the curves of one metric; None if no run has it."""
+    series = []
+    for (name, metrics), color in zip(runs.items(), COLORS, strict=False):
+        curve = metrics.curve(key, x_key)
+        if curve is not None:
+            series.append(_series(name, color, curve))
+    if not series:
+        return None
+    data = {"kind": "lines", "x": X_NAMES[x_key], "y": plan.unit, "percent": plan.percent, "series": series}
+    return Chart(f"compared-{key}", title, data, _summary(data))
+
+
+def _compare_evaluations(runs: Mapping[str, tuple[Metrics, Sequence[Evaluation]]], x_key: str) -> Chart | None:
+    """Return success through the field in each run's evaluations; None if there is none."""
+    series = []
+    for (name, (_, evaluations)), color in zip(runs.items(), COLORS, strict=False):
+        points: dict[str, _Points] = {}
+        for evaluation in evaluations:
+            at = evaluation.iteration
+            if x_key == "env_frames":
+                at = evaluation.env_frames
+            if at is not None and not evaluation.changes:
+                _add_evaluation(points, evaluation, at)
+        if MAIN_SCENARIO in points:
+            points[MAIN_SCENARIO].title = name
+            series.append(_interval_series(points[MAIN_SCENARIO], color))
+    if not series:
+        return None
+    data = {"kind": "points", "x": X_NAMES[x_key], "y": "share", "percent": True, "series": series}
+    return Chart("compared-evaluations", "Evaluations: flights that reached their goal", data, _summary(data))
+
+
+def _prepare(metrics: Metrics) -> Metrics:
+    """Return metrics as they are drawn: without features that the run does not use, and with the share of timeouts."""
+    columns = dict(metrics.columns)
+    for key, others in _FEATURES.items():
+        values = metrics[key]
+        if np.isfinite(values).any() and not np.nan_to_num(values).any():
+            for unused in (key, *others):
+                columns.pop(unused, None)
+    # An episode that reaches its goal ends as truncated, or flies on until it times out: neither is a timeout.
+    truncated = columns.get("train/stats.truncated")
+    if truncated is not None:
+        columns[TIMED_OUT] = np.maximum(truncated - metrics["train/stats.reach_goal"], 0.0)
+    return replace(metrics, columns=columns)
+
+
+def _unplanned_in_any(runs: Sequence[Metrics]) -> list[_Plan]:
+    """Return charts of metrics that no other chart shows, of all runs."""
+    plans = {}
+    for metrics in runs:
+        for plan in _unplanned(metrics):
+            plans[plan.title] = plan
+    return list(plans.values())[:MAX_OTHERS]
 
 
 def _unplanned(metrics: Metrics) -> list[_Plan]:
@@ -155,7 +248,7 @@ def _evaluation_chart(metrics: Metrics, evaluations: Sequence[Evaluation]) -> Ch
     series = []
     for number, name in enumerate(names):
         if points[name].values:
-            series.append(_interval_series(points[name], "abcdefgh"[number % 8]))
+            series.append(_interval_series(points[name], COLORS[number % len(COLORS)]))
     if not series:
         return None
     data = {"kind": "points", "x": x_name, "y": "share", "percent": True, "series": series}
@@ -216,10 +309,12 @@ def time_charts(metrics: Metrics) -> list[Chart]:
 def time_parts(metrics: Metrics) -> list[tuple[str, float, float | None]]:
     """Return the parts of an iteration with their means and standard deviations in seconds, and the remainder."""
     parts = []
-    left = metrics.last("perf/iteration_mean")
+    whole = metrics.last("perf/iteration_mean")
+    left = whole
     for name in PARTS:
         mean = metrics.last(f"perf/{name}_mean")
-        if mean is None or mean < 0:
+        # Asking whether to do something that the run never does, such as evaluating, takes microseconds.
+        if mean is None or mean <= LEAST_SHARE * (whole or 0.0):
             continue
         parts.append((name, mean, metrics.last(f"perf/{name}_std")))
         if left is not None:

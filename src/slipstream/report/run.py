@@ -155,18 +155,28 @@ def _try(read: Callable[[Path], T], path: Path, problems: list[str]) -> T | None
 def _read_config(path: Path) -> str:
     with open_regular(path) as file:
         content = file.read(MAX_CONFIG_BYTES + 1)
-    end = "\n(cut off here)" if len(content) > MAX_CONFIG_BYTES else ""
+    end = ""
+    if len(content) > MAX_CONFIG_BYTES:
+        end = "\n(cut off here)"
     return content[:MAX_CONFIG_BYTES].decode("utf-8", "replace") + end
 
 
 def _read_evaluations(folder: Path, problems: list[str]) -> tuple[Evaluation, ...]:
     """Return the newest evaluations, oldest first."""
-    paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem == "final", path.name))
+    paths = sorted(folder.glob("*.json"), key=_order_of_file)
     if len(paths) > MAX_EVALUATIONS:
         problems.append(f"{folder}: only the last {MAX_EVALUATIONS} of {len(paths)} evaluations are shown")
     found = [_try(read_evaluation, path, problems) for path in paths[-MAX_EVALUATIONS:]]
-    known = [evaluation for evaluation in found if evaluation is not None]
-    return tuple(sorted(known, key=lambda each: (each.name == "final", each.iteration or 0, each.time or 0, each.name)))
+    return tuple(sorted(filter(None, found), key=_order_of_evaluation))
+
+
+def _order_of_file(path: Path) -> tuple[bool, str]:
+    return path.stem == "final", path.name
+
+
+def _order_of_evaluation(one: Evaluation) -> tuple[bool, float, float, str]:
+    """Return what evaluations are ordered by: the one at the end of a training is the last."""
+    return one.name == "final", one.iteration or 0, one.time or 0, one.name
 
 
 def _last_standard(evaluations: Sequence[Evaluation]) -> Evaluation | None:
@@ -236,16 +246,20 @@ def _read_crashes(run: Path, problems: list[str]) -> list[Scene]:
 
 def _files(folder: Path) -> Files:
     """Return the files under a folder, but hidden ones such as locks; links are not followed."""
-    sizes, seen, total = {}, set(), 0
+    sizes = {}
+    seen = set()
+    total = 0
     found = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names if not name.startswith("."))
     for path in itertools.islice(found, MAX_FILES):
         try:
             status = path.lstat()
-        except OSError:  # gone meanwhile
+        except OSError:
+            # The trainer has deleted it since.
             continue
         if not stat.S_ISREG(status.st_mode):
             continue
         sizes[str(path.relative_to(folder))] = status.st_size
+        # A file with two names takes its space once.
         if (status.st_dev, status.st_ino) not in seen:
             seen.add((status.st_dev, status.st_ino))
             total += status.st_size

@@ -212,9 +212,17 @@ class Metrics:
                 return self[key], name
         return np.arange(1.0, self.num_lines + 1), "line"
 
-    def curve(self, key: str) -> Curve | None:
-        """Return the curve of a key, thinned if it is long; None if it has no value."""
-        x = self.x[0][self.current]
+    def curve(self, key: str, x_key: str | None = None) -> Curve | None:
+        """Return the curve of a key, thinned if it is long; None if it has no value.
+
+        Args:
+            key: What is drawn.
+            x_key: Over what; by default `x`.
+        """
+        x = self.x[0]
+        if x_key is not None:
+            x = self[x_key]
+        x = x[self.current]
         y = self[key][self.current]
         known = np.isfinite(x) & np.isfinite(y)
         if not known.any():

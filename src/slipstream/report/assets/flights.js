@@ -1,6 +1,7 @@
 "use strict";
 // Plays recorded flights, seen from above, on a canvas.
 (() => {
+  document.documentElement.dataset.flights = "playing";  // the style sheet now shows the player instead of a still picture
   const OUTCOMES = [
     { key: "flying", label: "flying", said: "is flying" },
     { key: "reached", label: "reached the goal", said: "reached its goal" },
