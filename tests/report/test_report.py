@@ -158,7 +158,7 @@ def test_without_scripts_charts_and_flights_are_pictures_with_a_table(whole_run)
     assert len(pictures) == len(page.data("charts"))
     maps = [attrs for tag, attrs in page.tags if tag == "svg" and attrs.get("class") == "map"]
     assert [attrs["aria-label"] for attrs in maps] == ["Flights of Through the field seen from above"]
-    paths = [attrs["points"] for tag, attrs in page.tags if tag == "polyline"]
+    paths = [str(attrs["points"]) for tag, attrs in page.tags if tag == "polyline"]
     assert "-9.00,5.00" in paths[0].split()[0]
     assert all(re.fullmatch(r"-?\d+(\.\d+)?,-?\d+(\.\d+)?", pair) for path in paths for pair in path.split())
     assert "How the flights ended" in page.words
