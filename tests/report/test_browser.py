@@ -301,7 +301,7 @@ def test_a_page_whose_scripts_are_blocked_shows_pictures_and_no_dead_controls(ch
 
 @pytest.mark.parametrize("width", [390, 1440])
 def test_compared_runs_are_drawn_in_one_chart_each_and_fit_the_screen(chromium, builder, line, width):
-    folders = []
+    folders: list[Path] = []
     for name in ("one", "two"):
         run = builder(name)
         run.lines(line(1), line(2))
