@@ -32,7 +32,7 @@ import torch
 from page import machine, write_section
 
 from slipstream.nav import NavigationConfig, NavigationEnv
-from slipstream.train.folder import RunFolder
+from slipstream.run.folder import RunFolder
 from slipstream.train.settings import compose_settings
 from slipstream.train.startup import prepare_process
 from slipstream.train.trainer import Trainer

@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream import CheckpointManager, Container, Trainer, compose_settings, inspect_checkpoint, load_rollout
-from slipstream.train.folder import RunFolder, read_metrics
+from slipstream.run.folder import RunFolder
+from slipstream.run.metrics import read_rows
+from slipstream.train.settings import settings_of
 
 SMALL = "preset=quick env.num_envs=16 env.num_obstacles=40 max_frame_num=1024 algo.num_minibatches=2 save_interval=2"
 QUICK = "rollout_save_interval=2 eval_interval=4 eval_episodes=8 env.max_episode_length=40 wandb=disabled"
@@ -38,7 +40,7 @@ def show_rollout(path: Path) -> None:
 
 def inspect(run: RunFolder) -> None:
     """Print what a run holds."""
-    settings, lines = run.settings(), read_metrics(run.metrics)
+    settings, lines = settings_of(run), read_rows(run.metrics)
     screen.print(f"{run.path}: seed {settings.seed}, {settings.env.num_envs} environments, {settings.sim.dt} s a step")
     rows: list[list[object]] = [[line.get(name) for name in METRICS] for line in lines[-3:]]
     show(f"metrics: the last of {len(lines)} lines", METRICS, rows)

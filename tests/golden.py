@@ -24,11 +24,11 @@ from slipstream import (
     compress_image,
 )
 from slipstream.nav import NavigationConfig
+from slipstream.run.evaluation import Interval
 from slipstream.train.evaluation.flights import FlightLog, Flown
 from slipstream.train.evaluation.pilots import Sensors
 from slipstream.train.evaluation.results import ScenarioResult, save_evaluation
 from slipstream.train.evaluation.scenarios import Scenario
-from slipstream.train.evaluation.statistics import Interval
 from tests.replay.samples import episode
 
 STEPS = (1, 2, 3)

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tensordict import TensorDict
 
 from slipstream import CheckpointManager, EpisodeStore, PackedEpisodeStorage, compress_image, decompress_image
 from slipstream.checkpoint.native import NativeFile
-from slipstream.report.evaluations import read_evaluation
+from slipstream.run.evaluation import read_evaluation
 from slipstream.store.container import Container
 from slipstream.train.evaluation.results import save_evaluation
 from tests import golden
@@ -152,7 +153,7 @@ def test_evaluations_of_version_2_load_and_are_still_written_alike(tmp_path):
     found = [(item.name, item.candidate, item.has_faults, item.episodes) for item in evaluation.scenarios]
     assert found == [("through", "policy", False, 16), ("empty", "planner", True, 4)]
     assert evaluation.scenarios[0].quantities["inside_share"].high == 0.875
-    assert evaluation.scenarios[0].quantities["path_length_m"].low is None
+    assert evaluation.scenarios[0].quantities["path_length_m"].low == -math.inf
     assert "time_to_goal_s" not in evaluation.scenarios[1].quantities
     _, document = save_evaluation(golden.evaluation(), tmp_path, "evaluation_v2", golden.ABOUT_EVALUATION)
     written = json.loads((DATA / "evaluation_v2.json").read_text())

@@ -24,6 +24,7 @@ LAYERS = [
     {"codecs"},
     {"store"},
     {"schema"},
+    {"run"},
     {"trajectory"},
     {"spans"},
     {"compiling", "tensors"},
@@ -40,7 +41,7 @@ LAYERS = [
 TORCH_FREE = {"errors", "checks", "floats", "text", "threads", "memory", "codecs", "store", "schema", "trajectory"}
 TORCH_FREE |= {f"checkpoint.{name}" for name in ("archive", "commits", "delta", "finding", "folder", "formats")}
 TORCH_FREE |= {f"checkpoint.{name}" for name in ("inspect", "layout", "mirror", "reader", "retention", "verify")}
-TORCH_FREE |= {"rollout.files", "rollout.layout", "rollout.reading", "report", "cli", "__main__"}
+TORCH_FREE |= {"rollout.files", "rollout.layout", "rollout.reading", "run", "report", "cli", "__main__"}
 
 
 def modules() -> list[Path]:

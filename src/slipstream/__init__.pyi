@@ -75,6 +75,7 @@ from .replay.prefix_sum import PrefixSum as PrefixSum
 from .replay.resume import ReplayBufferState as ReplayBufferState
 from .replay.slices import EpisodeSliceSampler as EpisodeSliceSampler
 from .replay.storage import PackedEpisodeStorage as PackedEpisodeStorage
+from .report.page import write_comparison as write_comparison
 from .report.page import write_report as write_report
 from .rl.config import PPOConfig as PPOConfig
 from .rl.encoder import ImageJointEncoder as ImageJointEncoder

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from slipstream import NavRLPolicy, load_checkpoint
 from slipstream.cli.evaluation_output import comparison_table, results_table, robustness_table
+from slipstream.run.evaluation import Interval
 from slipstream.train.evaluation.pilots import Sensors
-from slipstream.train.evaluation.statistics import Interval
 from tests.train.conftest import SMALL
 
 FEW = ("--episodes", 8, "--maps", 4)

@@ -80,6 +80,22 @@ def test_json_has_the_path_and_what_was_found_and_damage_goes_to_stderr(run, fol
     assert not (folder / "report.html").exists()
 
 
+def test_several_runs_are_compared(run, folder):
+    other = folder.parent / "runner"
+    other.mkdir()
+    for one, seed in ((folder, 1), (other, 2)):
+        (one / "metrics.jsonl").write_text('{"iteration": 1, "env_frames": 64, "entropy": 2.0}\n')
+        (one / "config.yaml").write_text(f"seed: {seed}\n")
+    page = folder.parent / "comparison.html"
+    result = run(folder, other)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"{page}: walker, runner; 1 setting differs\n"
+    document = json.loads(run(folder, other, "--json").stdout)
+    assert document["report"] == str(page)
+    assert [each["run"] for each in document["runs"]] == ["walker", "runner"]
+    assert document["differing_settings"] == {"seed": {"walker": "1", "runner": "2"}}
+
+
 def test_open_hands_the_page_to_the_browser(folder, tmp_path):
     opener = tmp_path / "bin" / "xdg-open"
     opener.parent.mkdir()

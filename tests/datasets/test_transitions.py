@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from typing import Any, cast
 
 import h5py
 import numpy as np
@@ -168,7 +169,7 @@ def test_one_number_is_one_transition_and_negative_ones_count_from_the_end(file_
             with pytest.raises(IndexError, match="expected -30 to 29"):
                 data[index]
         with pytest.raises(ConfigurationError, match="expected whole numbers or a mask"):
-            data[[0.5]]
+            data[cast("Any", [0.5])]
         assert data[np.arange(30) == 4]["step"].tolist() == data[4:5]["step"].tolist() == [4]
         with pytest.raises(ConfigurationError, match=r"indices have shape \[2\], expected \[3\]"):
             data.sample(3, np.array([1, 2]))

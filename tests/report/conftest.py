@@ -13,13 +13,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 from slipstream import save_rollout_compressed
+from slipstream.run.world import World
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = ("static_collision", "dynamic_collision", "out_of_bounds", "reached_goal")
+# How the flight of each drone ends; the first one flies until the end of the rollout.
+ENDINGS = ("", "reached_goal", "static_collision", "dynamic_collision", "out_of_bounds", "truncated")
 SCENARIOS = (("through", "Through the field"), ("empty", "Empty field"))
 
 
@@ -86,42 +91,55 @@ def evaluation(iteration: int, flights: bool = False) -> dict[str, Any]:
     return {"format": "slipstream.evaluation", "version": 2, **facts, "conditions": conditions, "results": results}
 
 
-def flights(num_drones: int = 6, num_steps: int = 60, num_obstacles: int = 8) -> tuple[TensorDict, dict[str, Any]]:
+def flights(num_drones: int = 6, num_steps: int = 60, num_obstacles: int = 8) -> tuple[TensorDict, World]:
     """Return drones that fly side by side towards +x, each to another outcome, past boxes and moving obstacles."""
+    size = (num_drones, num_steps)
     time_s = torch.arange(num_steps + 1) * 0.1
-    position = torch.zeros(1, num_steps + 1, num_drones, 3)
-    outcome = torch.zeros(1, num_steps + 1, num_drones, dtype=torch.uint8)
-    lidar = torch.zeros(1, num_steps + 1, num_drones, 36, 4)
+    position = torch.zeros(num_drones, num_steps + 1, 3)
+    lidar = torch.zeros(num_drones, num_steps + 1, 1, 36, 4)
+    ended = dict.fromkeys((*FLAGS, "truncated"), torch.zeros(*size, 1, dtype=torch.bool))
+    ended = {name: flags.clone() for name, flags in ended.items()}
     for drone in range(num_drones):
         end = num_steps - 3 * drone
-        position[0, :, drone, 0] = -9 + 3 * time_s.clamp(max=0.1 * end)
-        position[0, :, drone, 1] = -5 + 2.0 * drone
-        position[0, :, drone, 2] = 1.5
-        lidar[0, :, drone, ::3, 1] = 4 - 1.0 - 0.05 * drone
+        position[drone, :, 0] = -9 + 3 * time_s.clamp(max=0.1 * end)
+        position[drone, :, 1] = -5 + 2.0 * drone
+        position[drone, :, 2] = 1.5
+        lidar[drone, :, 0, ::3, 1] = 4 - 1.0 - 0.05 * drone
         if drone % 6:
-            outcome[0, end:, drone] = drone % 6
+            ended[ENDINGS[drone % 6]][drone, end - 1] = True
+    state = torch.zeros(num_drones, num_steps + 1, 8)
+    state[..., 0] = 1.0
+    state[..., 3] = 9.0 - position[..., 0]
+    direction = torch.tensor([18.0, 0.0, 0.0]).expand(num_drones, num_steps + 1, 1, 3)
+    done = torch.stack(list(ended.values())).any(0)
     moving = torch.zeros(1, num_steps + 1, num_obstacles, 3)
     moving[0, :, :, 0] = torch.sin(time_s)[:, None] + torch.arange(num_obstacles) - 4
     moving[0, :, :, 1] = 7.0
-    batch = TensorDict(
-        {"drone": {"position": position, "lidar": lidar, "outcome": outcome}, "obstacle": {"position": moving}},
-        batch_size=[1, num_steps + 1],
+
+    def seen(steps: slice) -> dict[str, Any]:
+        observation = {"state": state[:, steps], "lidar": lidar[:, steps], "direction": direction[:, steps]}
+        return {"agents": {"observation": observation}, "info": {"position": position[:, steps]}}
+
+    after = seen(slice(1, None))
+    after["info"] |= {name: ended[name] for name in FLAGS}
+    after |= {"truncated": ended["truncated"], "done": done}
+    batch = TensorDict({**seen(slice(-1)), "next": after}, batch_size=size)
+    boxes = [[x, 2.6, x + 0.7, 3.3, 1 + x / 2] for x in range(8)]
+    world = World(
+        dt_s=0.1,
+        half_extent_m=10.0,
+        lidar_range_m=4.0,
+        map_seeds=[10_000],
+        obstacle_widths_m=[0.25 * (1 + index % 4) for index in range(num_obstacles)],
+        obstacle_is_cylinder=[index % 2 == 0 for index in range(num_obstacles)],
+        boxes=np.array([boxes], np.float32),
+        obstacles=moving.numpy(),
     )
-    ends = [[x, -5 + 2.0 * drone, 1.5] for x in (-9.0, 9.0) for drone in range(num_drones)]
-    metadata = {
-        "format": "slipstream.flights",
-        "version": 1,
-        "dt_s": 0.1,
-        "half_extent_m": 10.0,
-        "lidar_range_m": 4.0,
-        "starts": ends[:num_drones],
-        "goals": ends[num_drones:],
-        "headings": [0.0] * num_drones,
-        "boxes": [[x, 2.6, x + 0.7, 3.3, 1 + x / 2] for x in range(8)],
-        "obstacle_widths_m": [0.25 * (1 + index % 4) for index in range(num_obstacles)],
-        "obstacle_is_cylinder": [index % 2 == 0 for index in range(num_obstacles)],
-    }
-    return batch, metadata
+    return batch, world
+
+
+def save_flights(batch: TensorDict, world: World, path: Path) -> Path:
+    return save_rollout_compressed(batch, path, metadata=world.metadata(), extra=world.arrays())
 
 
 class RunBuilder:
@@ -140,8 +158,13 @@ class RunBuilder:
         (self.folder / "eval" / f"{name}.json").write_text(json.dumps(document))
 
     def flights(self, scenario: str, *made: Any, **sizes: int) -> Path:
-        batch, metadata = made or flights(**sizes)
-        return save_rollout_compressed(batch, self.folder / "eval" / f"final_{scenario}.slip", metadata=metadata)
+        batch, world = made or flights(**sizes)
+        return save_flights(batch, world, self.folder / "eval" / f"final_{scenario}.slip")
+
+    def rollout(self, iteration: int, **sizes: int) -> Path:
+        """Write a rollout of the training, with crashes if there are more than two drones."""
+        (self.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        return save_flights(*flights(**sizes), self.folder / "rollouts" / f"rollout_{iteration:06d}.slip")
 
     def everything(self, iterations: int = 12) -> Path:
         """Write a run that has all that a run can have."""
@@ -150,7 +173,7 @@ class RunBuilder:
         self.evaluation("final", evaluation(iterations, flights=True))
         for number, (scenario, _) in enumerate(SCENARIOS):
             self.flights(scenario, num_drones=6 - number)
-        for file in ("checkpoints/checkpoint_iter_6.slip", "checkpoints/copies/b.slip", "rollouts/rollout_000006.slip"):
+        for file in ("checkpoints/checkpoint_iter_6.slip", "checkpoints/copies/b.slip", "rollouts/notes.slip"):
             (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / file).write_bytes(bytes(1500))
         (self.folder / "checkpoints/.lock").touch()
@@ -197,7 +220,7 @@ def make_evaluation() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def make_flights() -> Callable[..., tuple[TensorDict, dict[str, Any]]]:
+def make_flights() -> Callable[..., tuple[TensorDict, World]]:
     return flights
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream import write_report
+from slipstream import write_comparison, write_report
+from tests.report.conftest import flights, save_flights
 
 PIXELS = """(() => {
   const stage = document.getElementById('stage');
@@ -251,14 +252,68 @@ def test_hostile_text_is_shown_and_not_executed(chromium, builder, line, make_ev
     assert chromium.complaints() == []
 
 
-def test_a_flight_of_one_moment_is_shown(chromium, builder, make_evaluation):
+def test_a_flight_of_one_step_is_shown(chromium, builder, make_evaluation):
     run = builder()
     run.evaluation("final", make_evaluation(1, flights=True))
-    run.flights("through", num_drones=1, num_steps=0, num_obstacles=0)
+    run.flights("through", num_drones=1, num_steps=1, num_obstacles=0)
     run.flights("empty")
-    chromium.open(write_report(run.folder))
+    chromium.open(write_report(run.folder), prefers_reduced_motion="reduce")
     assert pixels(chromium)[1] > 10
-    assert chromium.evaluate("document.getElementById('clock').textContent") == "0.0 / 0.0 s"
+    assert chromium.evaluate("document.getElementById('clock').textContent") == "0.0 / 0.1 s"
+    assert chromium.complaints() == []
+
+
+def test_crashes_of_the_training_play_from_where_each_of_them_began(chromium, builder):
+    run = builder()
+    run.lines({"iteration": 120})
+    run.rollout(120)
+    batch, world = flights()
+    # Another drone begins an episode in the middle of the rollout, and crashes.
+    batch["next", "done"][0, [29, 49]] = True
+    batch["next", "info", "reached_goal"][0, 29] = True
+    batch["next", "info", "static_collision"][0, 49] = True
+    save_flights(batch, world, run.folder / "rollouts" / "rollout_000120.slip")
+    chromium.open(write_report(run.folder), prefers_reduced_motion="reduce")
+    assert chromium.evaluate("document.querySelector('.scenarios span').textContent") == "crashes of iteration 120"
+    assert "map 10000" in chromium.evaluate("document.getElementById('source').textContent")
+    scrub(chromium, 2.0)
+    assert counts(chromium) == {"flying": 2}
+    scrub(chromium, 4.0)
+    assert counts(chromium) == {"flying": 3}
+    scrub(chromium, 5.4)
+    assert counts(chromium) == {"hit a static obstacle": 2, "hit a moving obstacle": 1}
+    assert chromium.complaints() == []
+
+
+def test_a_page_whose_scripts_are_blocked_shows_pictures_and_no_dead_controls(chromium, page):
+    chromium.open(page)
+    chromium.call("Emulation.setScriptExecutionDisabled", value=True)
+    chromium.call("Page.reload")
+    chromium.wait_until("document.readyState === 'complete' && !document.documentElement.dataset.flights")
+    visible = "[...document.querySelectorAll('{}')].filter((one) => one.getClientRects().length > 0).length"
+    try:
+        assert chromium.evaluate(visible.format("svg.map")) == 1
+        assert chromium.evaluate(visible.format("svg.static")) >= 16
+        assert chromium.evaluate(visible.format("button, select, canvas")) == 0
+    finally:
+        chromium.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_compared_runs_are_drawn_in_one_chart_each_and_fit_the_screen(chromium, builder, line, width):
+    folders: list[Path] = []
+    for name in ("one", "two"):
+        run = builder(name)
+        run.lines(line(1), line(2))
+        (run.folder / "config.yaml").write_text(f"seed: {len(folders)}\n")
+        folders.append(run.folder)
+    chromium.open(write_comparison(folders), width)
+    chromium.wait_until("document.documentElement.dataset.charts === 'drawn'")
+    drawn = chromium.evaluate(TRACES)
+    assert drawn
+    for name, series, traces, _, _ in drawn:
+        assert series == traces == 2, name
+    assert chromium.evaluate("document.documentElement.scrollWidth") == width
     assert chromium.complaints() == []
 
 

@@ -11,10 +11,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 import slipstream
-from slipstream import ConfigurationError, DiskFullError, WriteError, write_report
-from slipstream.report.markup import data_block, element, text
+from slipstream import (
+    ConfigurationError,
+    DiskFullError,
+    WriteError,
+    save_rollout_compressed,
+    write_comparison,
+    write_report,
+)
 from slipstream.report.run import read_run
 from slipstream.text import install_hint
 
@@ -63,7 +71,7 @@ def test_a_run_with_everything_has_every_section_and_its_numbers(whole_run):
     assert page.sections == ["flights", "learning", "evaluation", "time", "storage", "configuration"]
     words = " ".join(page.words.split())
     for expected in (
-        "71.2 % of 512 flights reached their goal Through the field (64 maps, 80 moving obstacles)",
+        "71.2 % of 512 flights reached their goal Through the field (64 maps, 1000 to 1063, 80 moving obstacles)",
         "95 % interval: 67.2 to 75.2 %",
         "Frames 49,152",
         "Iterations 12",
@@ -77,7 +85,7 @@ def test_a_run_with_everything_has_every_section_and_its_numbers(whole_run):
         "checkpoints: 3 files, 3.0 kB on disk",
         "copies/b.slip 1.5 kB",
         "num_envs: 1024",
-        "Recorded in the evaluation final.",
+        "Recorded in the evaluation final, on map 10000.",
         "2.0 ms in the call of save, and 1.0 ms in which an optimizer waits",
     ):
         assert expected in words, expected
@@ -118,6 +126,48 @@ def test_curves_evaluations_and_stalls_are_drawn_from_what_the_run_wrote(whole_r
     ]
     expected = {"features", "actor", "critic", "entropy", "in an update", "clipped", "explained variance", "return"}
     assert expected | {"learning rate", "static", "dynamic", "staleness", "ESS", "frames/s", "length"} <= set(drawn)
+
+
+def test_episodes_that_reached_their_goal_are_not_drawn_as_timeouts(builder):
+    run = builder()
+    stats = {"train/stats.reach_goal": 0.75, "train/stats.truncated": 0.875, "train/stats.collision": 0.125}
+    run.lines({"iteration": 1, **stats}, {"iteration": 2, **stats, "train/stats.truncated": 0.5})
+    charts = Page(write_report(run.folder)).data("charts")
+    assert list(charts) == ["learning-0"]
+    drawn = {series["name"]: series["y"] for series in charts["learning-0"]["series"]}
+    assert drawn == {"success": [0.75, 0.75], "collision": [0.125, 0.125], "timed out": [0.125, 0]}
+
+
+def test_features_that_a_run_does_not_use_have_no_charts(builder, line):
+    run = builder()
+    unused = {"staleness": 0, "ess": 1.0, "behaviour_kl": 1e-9, "schedule/num_dynamic_obstacles": 0}
+    unused |= {"schedule/teacher_coefficient": 0, "imitation_loss": 0}
+    run.lines({**line(1), **unused}, {**line(2), **unused})
+    page = Page(write_report(run.folder))
+    titles = " ".join(page.words.split())
+    for title in ("Staleness", "Effective sample size", "Distance from the teacher", "Weight of the teacher"):
+        assert title not in titles
+    names = {series["name"] for chart in page.data("charts").values() for series in chart["series"]}
+    assert "static" in names
+    assert not {"dynamic", "to behaviour", "ess"} & names
+
+
+def test_without_scripts_charts_and_flights_are_pictures_with_a_table(whole_run):
+    page = Page(write_report(whole_run))
+    pictures = [attrs for tag, attrs in page.tags if tag == "svg" and attrs.get("class") == "static"]
+    assert len(pictures) == len(page.data("charts"))
+    maps = [attrs for tag, attrs in page.tags if tag == "svg" and attrs.get("class") == "map"]
+    assert [attrs["aria-label"] for attrs in maps] == ["Flights of Through the field seen from above"]
+    paths = [str(attrs["points"]) for tag, attrs in page.tags if tag == "polyline"]
+    assert "-9.00,5.00" in paths[0].split()[0]
+    assert all(re.fullmatch(r"-?\d+(\.\d+)?,-?\d+(\.\d+)?", pair) for path in paths for pair in path.split())
+    assert "How the flights ended" in page.words
+
+
+def test_stored_size_and_size_on_disk_are_explained_where_they_differ(whole_run):
+    words = " ".join(Page(write_report(whole_run)).words.split())
+    assert "Checkpoints 6 48.0 MB 24.0 MB 2.00x 1.5 kB 1 file" in words
+    assert "Checkpoints: 6 saves in total, and 1 file on disk. 'Stored' is the size of all saves" in words
 
 
 def test_a_metric_that_nobody_planned_for_gets_a_chart_too(builder):
@@ -201,14 +251,6 @@ def test_names_that_are_not_text_do_not_stop_the_page(builder, line):
     assert "r\\udcffn" in write_report(run.folder).read_text()
 
 
-def test_markup_escapes_children_and_attributes_and_data_cannot_leave_its_element():
-    assert element("p", "<b>", class_='"') == '<p class="&quot;">&lt;b&gt;</p>'
-    assert text(text("<")) == "&lt;"
-    block = data_block("x", {"</script>": "<!--&\u2028"})
-    assert block.count("<") == 2
-    assert json.loads(block[block.index(">") + 1 : block.rindex("<")]) == {"</script>": "<!--&\u2028"}
-
-
 def test_a_damaged_flights_file_is_named_in_the_page_and_logged_and_the_others_are_shown(builder, caplog):
     folder = builder().everything()
     file = folder / "eval" / "final_through.slip"
@@ -222,6 +264,38 @@ def test_a_damaged_flights_file_is_named_in_the_page_and_logged_and_the_others_a
     assert "final_through.slip" in page.words
     assert [attrs["value"] for tag, attrs in page.tags if attrs.get("name") == "scenario"] == ["0"]
     assert len(page.data("flights-0")["outcomes"]) == 5
+
+
+def test_crashes_of_the_newest_rollouts_can_be_chosen_beside_recorded_flights(builder, make_evaluation):
+    run = builder()
+    run.evaluation("final", make_evaluation(12, flights=True))
+    run.flights("through")
+    run.flights("empty")
+    for iteration in (5, 10, 15, 20):
+        run.rollout(iteration)
+    run.rollout(25, num_drones=2)
+    (run.folder / "rollouts" / "rollout_000030.slip").write_bytes(b"damaged")
+    found = read_run(run.folder)
+    titles = [scene.title for scene in found.flights]
+    # Nothing crashed in iteration 25, and the rollout of iteration 30 is damaged.
+    assert titles[2:] == ["crashes of iteration 20", "crashes of iteration 15", "crashes of iteration 10"]
+    assert ["rollout_000030.slip" in problem for problem in found.problems] == [True]
+    page = Page(write_report(run.folder))
+    assert page.data("flights-2")["outcomes"] == [2, 3]
+    assert "while the rollout of iteration 20 was collected, on map 10000" in page.data("flights-2")["source"]
+
+
+def test_flights_of_an_earlier_release_are_a_problem_that_says_what_to_do(builder, make_evaluation):
+    run = builder()
+    run.evaluation("final", make_evaluation(12, flights=True))
+    run.flights("through")
+    old = TensorDict({"drone": torch.zeros(1, 3, 2)}, batch_size=[1, 3])
+    metadata = {"format": "slipstream.flights", "version": 1}
+    save_rollout_compressed(old, run.folder / "eval" / "final_empty.slip", metadata=metadata)
+    found = read_run(run.folder)
+    assert [scene.name for scene in found.flights] == ["through"]
+    assert "final_empty.slip: holds flights in the format of an earlier release" in found.problems[0]
+    assert "slipstream eval" in found.problems[0]
 
 
 @pytest.mark.parametrize(
@@ -391,14 +465,14 @@ def test_one_map_and_one_flight_are_singular(builder, make_evaluation):
     run = builder()
     run.evaluation("final", document)
     words = " ".join(Page(write_report(run.folder)).words.split())
-    assert "of 1 flight reached their goal Through the field (1 map, 1 moving obstacle)" in words
+    assert "of 1 flight reached their goal Through the field (map 1000, 1 moving obstacle)" in words
 
 
 def test_the_headline_is_the_policy_through_the_field_next_to_shield_and_planner(builder, make_evaluation):
     run = builder()
     run.evaluation("final", with_references(make_evaluation(6)))
     words = " ".join(Page(write_report(run.folder)).words.split())
-    assert "of 512 flights reached their goal Through the field (64 maps, 80 moving obstacles)" in words
+    assert "of 512 flights reached their goal Through the field (64 maps, 1000 to 1063, 80 moving obstacles)" in words
     assert "Policy with shield: 98.8 % (97.8 to 99.8 %)" in words
     assert "Planner, without learning: 86.2 % (85.2 to 87.2 %)" in words
 
@@ -455,3 +529,91 @@ def test_the_flights_shown_first_are_the_policys_through_the_field(builder, make
     page = Page(write_report(run.folder))
     radios = [attrs for tag, attrs in page.tags if tag == "input" and attrs.get("name") == "scenario"]
     assert ["checked" in attrs for attrs in radios] == [False, True]
+
+
+def test_runs_are_compared_by_results_settings_and_curves(builder, line, make_evaluation):
+    folders = []
+    for name, gamma, success in (("one", 0.97, 0.5), ("two", 0.95, 0.75)):
+        run = builder(name)
+        run.lines(line(1), line(2))
+        document = make_evaluation(2)
+        document["results"][0]["success"] = {"mean": success, "low": success - 0.1, "high": success + 0.1}
+        run.evaluation("final", document)
+        config = f"name: {name}\nseed: 7\nalgo:\n  gamma: {gamma}\n  layers: [1, {len(name)}]\n"
+        if name == "two":
+            config += "extra: true\n"
+        (run.folder / "config.yaml").write_text(config)
+        folders.append(run.folder)
+    path = write_comparison(folders)
+    assert path == folders[0].parent / "comparison.html"
+    page = Page(path)
+    assert page.sections == ["results", "settings", "learning"]
+    words = " ".join(page.words.split())
+    assert "Success 50 % 40.0 to 60.0 % 75 % 65.0 to 85.0 %" in words
+    assert "algo.gamma 0.97 0.95" in words
+    assert "extra \N{EN DASH} True" in words
+    assert "seed 7" not in words
+    charts = page.data("charts")
+    assert [(one["name"], one["color"], one["y"]) for one in charts["compared-evaluations"]["series"]] == [
+        ("one", "a", [0.5]),
+        ("two", "b", [0.75]),
+    ]
+    assert [one["name"] for one in charts["compared-entropy"]["series"]] == ["one", "two"]
+    assert charts["compared-entropy"]["x"] == "frames"
+
+
+def test_a_run_that_does_not_count_frames_is_compared_by_iterations(builder, line):
+    with_frames = builder("one")
+    with_frames.lines(line(1), line(2))
+    without = builder("two")
+    without.lines({"iteration": 1, "entropy": 2.0}, {"iteration": 2, "entropy": 1.0})
+    page = Page(write_comparison([with_frames.folder, without.folder]))
+    chart = page.data("charts")["compared-entropy"]
+    assert chart["x"] == "iteration"
+    assert [series["x"] for series in chart["series"]] == [[1, 2], [1, 2]]
+    assert [len(chart["series"]) for key, chart in page.data("charts").items() if key == "compared-actor_loss"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("[" * 100_000, "is not YAML"),
+        ("- 1\n", "contains no settings"),
+        ("a: &a\n  b: *a\n", "has more than 2000 settings"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: !!python/object/apply:os.system [true]\n", "is not YAML"),
+        ("a: " + "1" * 9000 + "\n", "is not YAML"),
+    ],
+)
+def test_settings_of_a_hostile_run_are_a_problem_and_the_curves_are_shown(builder, line, config, words):
+    sound = builder("one")
+    sound.lines(line(1))
+    (sound.folder / "config.yaml").write_text("seed: 1\n")
+    hostile = builder("two")
+    hostile.lines(line(1))
+    (hostile.folder / "config.yaml").write_text(config)
+    page = Page(write_comparison([sound.folder, hostile.folder]))
+    assert page.sections == ["problems", "results", "settings", "learning"]
+    assert f"{hostile.folder / 'config.yaml'}: {words}" in page.words
+
+
+def test_text_of_compared_runs_is_text(builder, line):
+    folders = []
+    for name in ("one", "two"):
+        run = builder(HOSTILE.replace("/", "_") + name)
+        run.lines({**line(1), HOSTILE: 3})
+        (run.folder / "config.yaml").write_text(json.dumps({HOSTILE: HOSTILE + name}))
+        folders.append(run.folder)
+    page = Page(write_comparison(folders))
+    assert not any(tag == "img" for tag, _ in page.tags)
+    assert not any("alert(" in script for kind, script in page.scripts if kind is None)
+    assert HOSTILE + "one" in page.words
+
+
+def test_one_run_nine_runs_and_a_run_twice_are_refused(builder, line):
+    run = builder()
+    run.lines(line(1))
+    for folders in ([run.folder], [run.folder] * 9):
+        with pytest.raises(ConfigurationError, match=f"{len(folders)} runs were given, expected 2 to 8"):
+            write_comparison(folders)
+    with pytest.raises(ConfigurationError, match="was given twice"):
+        write_comparison([run.folder, run.folder / ".." / run.folder.name])

@@ -20,6 +20,7 @@ from slipstream import (
 from slipstream.rollout import sources
 from slipstream.rollout.advise import Settings, compare_network, compare_plans, conclude, decide
 from slipstream.rollout.measure import KeyNumbers, Measured
+from slipstream.run.metrics import find_newest
 from tests.measured import COMPRESSIBLE, GB, MB, NOISE
 
 
@@ -343,7 +344,7 @@ def test_a_run_folder_gives_its_newest_rollout_and_the_time_of_its_iterations(tm
 def test_metrics_without_the_time_of_an_iteration_are_no_error(tmp_path, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content, encoding="latin-1")
-    assert sources.read_iteration_time(tmp_path / "metrics.jsonl") is None
+    assert find_newest(tmp_path / "metrics.jsonl", ["perf/iteration_mean"]) is None
 
 
 def test_a_folder_without_rollouts_is_refused_with_a_hint(tmp_path):

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -33,6 +34,30 @@ def test_a_rollout_comes_back_from_a_file_bit_for_bit(tmp_path, make_rollout, sa
     with RolloutFile(path) as file:
         assert file.metadata == {"policy": 7}
         assert file.layout.raw_bytes == sum(value.nbytes for value in batch.values(True, True))
+
+
+def test_arrays_beside_a_rollout_come_back_and_are_no_part_of_it(tmp_path, make_rollout, same):
+    batch = make_rollout()
+    extra: dict[str, np.ndarray] = {
+        "boxes": np.arange(10, dtype=np.float32).reshape(2, 5),
+        "nothing": np.zeros((0, 3), np.int64),
+    }
+    path = save_rollout_compressed(batch, tmp_path / "r.slip", extra=extra)
+    same(batch, load_rollout(path))
+    with RolloutFile(path) as file:
+        assert file.extra == ["boxes", "nothing"]
+        for name, array in extra.items():
+            found = file.read_extra(name)
+            assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+        with pytest.raises(KeyError, match="has no extra array 'obstacles'"):
+            file.read_extra("obstacles")
+
+
+def test_an_array_beside_a_rollout_never_replaces_one_of_its_tensors(tmp_path):
+    batch = TensorDict({"extra:boxes": torch.zeros(2, 3)}, batch_size=[2, 3])
+    with pytest.raises(RolloutError, match="rename it"):
+        save_rollout_compressed(batch, tmp_path / "r.slip", extra={"boxes": np.zeros(1)})
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("level", [0, 1, 9, 10, 12])

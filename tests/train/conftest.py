@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.train.folder import RunFolder
+from slipstream.run.folder import RunFolder
 from slipstream.train.settings import TrainSettings, compose_settings
 from slipstream.train.trainer import Trainer
 

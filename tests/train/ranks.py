@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from slipstream import load_checkpoint, load_rollout
-from slipstream.train.folder import read_metrics
+from slipstream.run.metrics import read_rows
 from tests.train.conftest import SMALL
 
 HANG_S = 120  # far beyond what anything here takes, also on a busy machine
@@ -112,7 +112,7 @@ def train(folder: Path, world: int, *arguments: str) -> list[str]:
 def content(run: Path) -> dict[str, Any]:
     """Return everything that a run has computed, after every iteration, without what depends on the clock."""
     found: dict[str, Any] = {}
-    for row in read_metrics(run / "metrics.jsonl"):
+    for row in read_rows(run / "metrics.jsonl"):
         values = {key: value for key, value in row.items() if not key.startswith(EACH_TIME_ANEW)}
         found[f"metrics {row['iteration']}"] = values
     for path in sorted(run.glob("checkpoints/checkpoint_iter_*.slip")):

@@ -7,16 +7,17 @@ import sys
 
 import pytest
 
+from slipstream.run.folder import RunFolder
+from slipstream.run.metrics import MetricsWriter, forget_after, read_rows
 from slipstream.text import install_hint
-from slipstream.train.folder import RunFolder, forget_after, read_metrics
-from slipstream.train.loggers import JsonlLogger, TensorBoardLogger, make_loggers
+from slipstream.train.loggers import TensorBoardLogger, make_loggers
 from tests.train.conftest import small
 
 
 def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path):
-    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    logger = MetricsWriter(tmp_path / "metrics.jsonl")
     logger.log({"actor_loss": 0.5, "ratio": math.inf}, 3)
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"iteration": 3, "actor_loss": 0.5, "ratio": None}]
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"iteration": 3, "actor_loss": 0.5, "ratio": None}]
     logger.close()
     logger.close()
 
@@ -26,7 +27,7 @@ def test_lines_of_later_iterations_and_what_was_cut_off_are_forgotten(tmp_path):
     rows = [json.dumps({"iteration": number, "x": number / 3}) for number in range(1, 6)]
     path.write_text("\n".join([*rows[:3], "garbage", '"a string"', *rows[3:]]) + '\n{"iteration": 6, "x')
     forget_after(path, 3)
-    assert [row["iteration"] for row in read_metrics(path)] == [1, 2, 3]
+    assert [row["iteration"] for row in read_rows(path)] == [1, 2, 3]
     forget_after(tmp_path / "missing.jsonl", 3)
     assert not (tmp_path / "missing.jsonl").exists()
 

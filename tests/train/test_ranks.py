@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.train.folder import RunFolder, read_metrics
+from slipstream.run.folder import RunFolder
+from slipstream.run.metrics import read_rows
 from tests.dist.ranks import run_ranks
 from tests.dist.test_group import PREAMBLE
 from tests.train.ranks import HANG_S, KILLED, LIMITED, SHARDED, assert_same, content, ending, finish, start, train
@@ -81,7 +82,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_iteration_with_one_che
         [(code, other)] = finish(processes[1:])
     assert (processes[0].returncode, code) == (143, 143), errors
     assert other == "rank 1: SIGTERM: finishing this iteration; send it 2 more times to stop immediately"
-    done = read_metrics(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
+    done = read_rows(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
     expected = {"run": "runs/x", "stopped": "SIGTERM", "iterations": done, "env_frames": 16 * 8 * done}
     assert json.loads(output) == expected
     names = [path.name for path in (tmp_path / "runs/x/checkpoints").glob("checkpoint*.slip")]
@@ -124,7 +125,7 @@ def test_ctrl_c_in_the_terminal_stops_all_processes_and_saves(tmp_path):
         text = in_one_line(process)
     assert process.returncode != 0
     assert "To resume: slipstream train resume=runs/x" in text
-    done = read_metrics(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
+    done = read_rows(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
     assert (tmp_path / f"runs/x/checkpoints/checkpoint_iter_{done}.slip").exists()
 
 
@@ -211,4 +212,4 @@ def test_a_folder_that_the_first_process_cannot_create_ends_all_with_one_sentenc
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_shards_are_trained_on_gpus(tmp_path):
     train(tmp_path, min(2, torch.cuda.device_count()), *SHARDED, "name=x", "device=cuda")
-    assert len(read_metrics(tmp_path / "runs/x/metrics.jsonl")) == 6
+    assert len(read_rows(tmp_path / "runs/x/metrics.jsonl")) == 6

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from slipstream import ConfigurationError
-from slipstream.train.folder import RunFolder, read_metrics
-from slipstream.train.settings import compose_settings
+from slipstream.run.folder import RunFolder
+from slipstream.run.metrics import read_rows
+from slipstream.train.settings import compose_settings, settings_of, to_yaml
 from slipstream.train.startup import open_run
 from slipstream.train.trainer import Trainer
 from tests.train.conftest import SMALL, small
@@ -26,7 +27,7 @@ def resume(*overrides: str) -> Trainer:
 
 
 def iterations(run: Path) -> list[int]:
-    return [row["iteration"] for row in read_metrics(run / "metrics.jsonl")]
+    return [row["iteration"] for row in read_rows(run / "metrics.jsonl")]
 
 
 def test_a_run_is_resumed_through_the_link_to_the_last_one(tmp_path, train):
@@ -56,7 +57,7 @@ def test_a_config_file_that_was_edited_into_another_experiment_is_refused(tmp_pa
     with pytest.raises(ConfigurationError, match=r"cannot be resumed with env\.map_seed=7 \(the run has 0\)"):
         resume(f"resume={tmp_path / 'x'}")
     resume(f"resume={tmp_path / 'x'}", "env.map_seed=0")
-    assert compose_settings(SMALL).env.map_seed == RunFolder(tmp_path / "x").settings().env.map_seed
+    assert compose_settings(SMALL).env.map_seed == settings_of(RunFolder(tmp_path / "x")).env.map_seed
 
 
 def test_a_change_of_the_discount_is_logged_and_recorded_with_its_iteration(tmp_path, train, caplog):
@@ -65,22 +66,22 @@ def test_a_change_of_the_discount_is_logged_and_recorded_with_its_iteration(tmp_
     assert "changed since iteration 2: algo.gamma: 0.97 -> 0.9" in caplog.text
     assert "save_interval" not in caplog.text
     row = {"iteration": 2, "changes": {"algo.gamma": {"from": 0.97, "to": 0.9}}}
-    assert read_metrics(tmp_path / "x/changes.jsonl") == [row]
-    assert RunFolder(tmp_path / "x").settings() == trainer.settings
+    assert read_rows(tmp_path / "x/changes.jsonl") == [row]
+    assert settings_of(RunFolder(tmp_path / "x")) == trainer.settings
     assert trainer.settings.algo.gamma == 0.9
     caplog.clear()
     resume(f"resume={tmp_path / 'x'}")
     assert "changed since" not in caplog.text
-    assert read_metrics(tmp_path / "x/changes.jsonl") == [row]
+    assert read_rows(tmp_path / "x/changes.jsonl") == [row]
 
 
 def test_a_finished_run_that_is_extended_says_what_happens_to_its_learning_rate(tmp_path, train, caplog):
     train("x", "name=x", f"run_dir={tmp_path}", "env.collision_penalty_ramp=0")
     resume(f"resume={tmp_path / 'x'}", f"max_frame_num={16 * 8 * 8}")
     assert "the learning rate continues at 0.250 of its initial value instead of 0.000" in caplog.text
-    rates = [row["schedule/learning_rate"] for row in read_metrics(tmp_path / "x/metrics.jsonl")]
+    rates = [row["schedule/learning_rate"] for row in read_rows(tmp_path / "x/metrics.jsonl")]
     assert rates[6:] == pytest.approx([0.25 * rates[0], 0.125 * rates[0]])
-    assert read_metrics(tmp_path / "x/changes.jsonl")[0]["changes"].keys() == {"max_frame_num"}
+    assert read_rows(tmp_path / "x/changes.jsonl")[0]["changes"].keys() == {"max_frame_num"}
 
 
 @pytest.mark.parametrize("how", ["resume=auto", "resume={folder}"])
@@ -119,7 +120,7 @@ def test_the_number_by_which_weights_and_biases_knows_a_run_is_kept(tmp_path):
     place = [f"run_dir={tmp_path}", "name=x", "wandb=offline"]
     settings, folder, _ = open_run([*SMALL, *place])
     folder.claim()
-    folder.begin(settings, 0)
+    folder.begin(to_yaml(settings), 0)
     folder.release()
     again, _, _ = open_run([*SMALL, *place, "resume=auto"])
     assert again.wandb.run_id == settings.wandb.run_id is not None
@@ -139,7 +140,7 @@ def test_a_run_without_a_checkpoint_starts_over_with_any_settings(tmp_path, trai
         path.unlink()
     trainer = resume(f"resume={tmp_path / 'x'}", "env.num_envs=8")
     assert iterations(tmp_path / "x") == list(range(1, 13))
-    assert RunFolder(tmp_path / "x").settings() == trainer.settings
+    assert settings_of(RunFolder(tmp_path / "x")) == trainer.settings
     assert not (tmp_path / "x/changes.jsonl").exists()
 
 
@@ -159,7 +160,7 @@ def test_the_precision_that_auto_chose_is_in_the_settings_and_the_checkpoint(tmp
     trainer = train("x", "algo.precision=auto", until=1)
     chosen = trainer.settings.algo.precision
     assert chosen == small("algo.precision=auto").precision()
-    assert RunFolder(tmp_path / "x").settings().algo.precision == chosen
+    assert settings_of(RunFolder(tmp_path / "x")).algo.precision == chosen
     assert trainer.checkpoints.restore().metrics["config"]["algo"]["precision"] == chosen
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from slipstream import ConfigurationError, NavigationConfig, PPOConfig
-from slipstream.train.folder import RunFolder
+from slipstream.run.folder import RunFolder
 from slipstream.train.settings import compose_settings, load_yaml, override_settings, settings_from, to_yaml
 from slipstream.train.startup import open_run
 from tests.train.conftest import SMALL, small

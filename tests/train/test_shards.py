@@ -7,8 +7,8 @@ from slipstream import PPO, ConfigurationError, NavigationEnv, NavRLPolicy, Seri
 from slipstream.collect.randomness import seed_global
 from slipstream.nav.frame import velocity_from_unit
 from slipstream.nav.starts import line_tasks
+from slipstream.run.folder import RunFolder
 from slipstream.train.drones import shard_navigation
-from slipstream.train.folder import RunFolder
 from slipstream.train.schedule import collision_penalty, learning_rate_factor, teacher_coefficient
 from slipstream.train.settings import TrainSettings
 from slipstream.train.teacher import planner_teacher

@@ -13,7 +13,7 @@ from tests.train.conftest import SMALL
 # Trains, and blocks where the test wants to send a signal. What was reached is printed.
 SCRIPT = """
 import logging, signal, sys
-from slipstream.train.folder import RunFolder
+from slipstream.run.folder import RunFolder
 from slipstream.train.settings import compose_settings
 from slipstream.train.trainer import Trainer
 

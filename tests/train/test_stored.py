@@ -7,9 +7,9 @@ import pytest
 from slipstream import ConfigurationError, load_checkpoint
 from slipstream.checkpoint import commits
 from slipstream.errors import StoreError
+from slipstream.run.folder import RunFolder
 from slipstream.store.urls import open_store
-from slipstream.train.folder import RunFolder
-from slipstream.train.settings import compose_settings
+from slipstream.train.settings import compose_settings, to_yaml
 from slipstream.train.startup import open_run
 from slipstream.train.trainer import Trainer
 from tests.train.conftest import SMALL
@@ -111,7 +111,7 @@ def test_a_resumed_run_keeps_its_url_and_does_not_mix_with_another_run(url, tmp_
         open_run([f"resume={url}", f"run_dir={tmp_path}/here", "checkpoint_url=memory://other"])
     folder = RunFolder(tmp_path / "here/x")
     folder.claim()
-    folder.begin(compose_settings([*SMALL, "name=x"]), 0)
+    folder.begin(to_yaml(compose_settings([*SMALL, "name=x"])), 0)
     folder.release()
     with pytest.raises(ConfigurationError, match="contains another run than"):
         open_run([f"resume={url}", f"run_dir={tmp_path}/here"])

@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from slipstream import ConfigurationError, DiskFullError, load_checkpoint, load_rollout
-from slipstream.train.folder import RunFolder, read_metrics
+from slipstream.rollout.files import RolloutFile
+from slipstream.run.folder import RunFolder
+from slipstream.run.metrics import read_rows
+from slipstream.train.settings import settings_of
 from slipstream.train.trainer import Trainer
 from tests.train.conftest import SMALL, small
 
@@ -30,7 +33,7 @@ PLANS = {
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """The metrics of a run that do not depend on the clock."""
-    rows = read_metrics(run / "metrics.jsonl")
+    rows = read_rows(run / "metrics.jsonl")
     return [{key: value for key, value in row.items() if not key.startswith(EACH_TIME_ANEW)} for row in rows]
 
 
@@ -111,7 +114,7 @@ def test_a_run_that_is_killed_in_its_fourth_iteration_and_resumed_equals_one_tha
 import os, signal
 from pathlib import Path
 from slipstream.train.settings import compose_settings
-from slipstream.train.folder import RunFolder
+from slipstream.run.folder import RunFolder
 from slipstream.train.trainer import Trainer
 trainer = Trainer(compose_settings({overrides!r}), RunFolder({str(tmp_path / "killed")!r}))
 step = trainer.shards.env._step
@@ -146,6 +149,28 @@ def test_a_complete_run_is_left_as_it_is(tmp_path, train, caplog):
 
 
 @pytest.mark.parametrize("plan", ["plain", "packed and pipelined"])
+def test_saved_rollouts_carry_the_obstacles_that_their_drones_observed(plan, tmp_path, train):
+    train("x", *PLANS[plan], "rollout_save_interval=2", "env.num_maps=2")
+    paths = list((tmp_path / "x/rollouts").glob("rollout_*.slip"))
+    assert len(paths) == 3
+    for path in paths:
+        rollout = load_rollout(path)
+        with RolloutFile(path) as file:
+            obstacles = torch.from_numpy(file.read_extra("obstacles"))
+            assert file.metadata["map_seeds"] == [0, 1]
+            assert file.read_extra("boxes").shape[::2] == (2, 5)
+        num_envs, num_steps = rollout.batch_size
+        assert obstacles.shape[:2] == (2, num_steps + 1)
+        by_env = obstacles.repeat_interleave(num_envs // 2, 0)
+        for seen, moments in ((rollout, by_env[:, :-1]), (rollout["next"], by_env[:, 1:])):
+            offset = moments[..., :2] - seen["info", "position"][:, :, None, :2]
+            nearest = offset.norm(dim=3).min(2).values
+            observed = seen["agents", "observation", "dynamic_obstacle"][:, :, 0, 0, 3]
+            assert (observed > 0).any()
+            torch.testing.assert_close(observed[observed > 0], nearest[observed > 0], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("plan", ["plain", "packed and pipelined"])
 def test_saved_rollouts_are_as_they_were_collected(plan, tmp_path, train):
     train("run", *PLANS[plan])
     paths = list((tmp_path / "run").glob("*/rollout_*.slip"))
@@ -165,13 +190,13 @@ def test_a_signal_finishes_the_iteration_saves_and_says_how_to_resume(number, tm
     out, err = process.communicate()
     assert process.returncode == 128 + number, err
     assert "To resume: slipstream train resume=runs/x" in " ".join(out.split())
-    done = read_metrics(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
+    done = read_rows(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
     assert (tmp_path / f"runs/x/checkpoints/checkpoint_iter_{done}.slip").exists()
     resumed = start("resume=runs/x", f"max_frame_num={16 * 8 * (done + 2)}", "--no-evaluate")
     out, err = resumed.communicate()
     assert resumed.returncode == 0, err
     assert f"resuming runs/x from iteration {done}" in " ".join(out.split())
-    rows = read_metrics(tmp_path / "runs/x/metrics.jsonl")
+    rows = read_rows(tmp_path / "runs/x/metrics.jsonl")
     assert [row["iteration"] for row in rows] == list(range(1, done + 3))
 
 
@@ -182,7 +207,7 @@ def test_a_stopped_run_prints_json_and_an_exit_code_that_ends_a_chain_of_command
     out, err = process.communicate()
     assert process.returncode == 143, err
     document = json.loads(out)
-    done = read_metrics(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
+    done = read_rows(tmp_path / "runs/x/metrics.jsonl")[-1]["iteration"]
     assert document == {"run": "runs/x", "stopped": "SIGTERM", "iterations": done, "env_frames": 16 * 8 * done}
 
 
@@ -220,8 +245,8 @@ def test_the_run_folder_holds_what_it_should(tmp_path, train):
     assert list((tmp_path / "x/tb").iterdir())
     evaluation = json.loads((tmp_path / "x/eval/iter_000003.json").read_text())
     assert evaluation["iteration"] == 3
-    assert RunFolder(tmp_path / "x").settings() == trainer.settings
-    row = read_metrics(tmp_path / "x/metrics.jsonl")[-1]
+    assert settings_of(RunFolder(tmp_path / "x")) == trainer.settings
+    row = read_rows(tmp_path / "x/metrics.jsonl")[-1]
     expected = {"env_frames", "rollout_fps", "actor_loss", "critic_loss", "entropy", "perf/update_mean"}
     assert row.keys() >= expected | {"ckpt/save_count", "rollouts/compression_ratio", "train/stats.reach_goal"}
     assert row["env_frames"] == 6 * 16 * 8
@@ -305,7 +330,7 @@ def test_a_folder_whose_settings_cannot_be_written_is_not_left_behind(tmp_path, 
     def fail(path):
         raise DiskFullError(28, f"cannot write {path}: No space left on device")
 
-    monkeypatch.setattr("slipstream.train.folder.atomic_write", fail)
+    monkeypatch.setattr("slipstream.run.folder.atomic_write", fail)
     trainer = Trainer(small(), RunFolder(tmp_path / "x"))
     with contextlib.closing(trainer), pytest.raises(DiskFullError, match="No space left"):
         trainer.run()

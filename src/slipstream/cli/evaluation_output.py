@@ -13,11 +13,11 @@ from rich.table import Table
 from slipstream.text import plural
 
 if TYPE_CHECKING:
+    from slipstream.run.evaluation import Interval
     from slipstream.train.evaluation.compare import Comparison
     from slipstream.train.evaluation.flights import OnStep
     from slipstream.train.evaluation.jobs import Job
     from slipstream.train.evaluation.results import ScenarioResult
-    from slipstream.train.evaluation.statistics import Interval
     from slipstream.train.groups import RaySettings
     from slipstream.train.processes import Processes
     from slipstream.train.settings import TrainSettings

@@ -120,9 +120,9 @@ def plan_everywhere(processes: Processes | None, plan: Callable[[int], Planned])
 
 def plan_evaluation(checkpoint: str | None, options: Options, *, planner: bool, writes: bool) -> Planned:
     """Plan the flights of one policy or the planner."""
+    from slipstream.run.evaluation import FORMAT  # noqa: PLC0415
     from slipstream.train.evaluation.entrants import choose_scenarios  # noqa: PLC0415 - keeps --help quick
     from slipstream.train.evaluation.jobs import plan_jobs, robustness_jobs  # noqa: PLC0415
-    from slipstream.train.evaluation.results import FORMAT  # noqa: PLC0415
 
     entrant = options.load(checkpoint, planner=planner)
     scenarios = choose_scenarios([entrant], options.scenarios, options.maps)
@@ -186,7 +186,7 @@ def make_sensors(lidar_noise_m: float, dropout: float, latency_s: float) -> Sens
 
 def _reserve_name(folder: Path, name: str | None, default: str, about: dict[str, Any], kind: str) -> str:
     """Return the name of the files, after checking that they can be written and replace nothing else."""
-    from slipstream.train.evaluation.results import choose_name, may_replace, require_writable  # noqa: PLC0415
+    from slipstream.run.evaluation import choose_name, may_replace, require_writable  # noqa: PLC0415
 
     require_writable(folder)
     if name is None:

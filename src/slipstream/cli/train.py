@@ -14,7 +14,7 @@ from slipstream.errors import ConfigurationError
 from slipstream.text import plural
 
 if TYPE_CHECKING:
-    from slipstream.train.folder import RunFolder
+    from slipstream.run.folder import RunFolder
     from slipstream.train.groups import RaySettings
     from slipstream.train.processes import Processes
     from slipstream.train.settings import TrainSettings
@@ -143,7 +143,7 @@ train.__doc__ = _HELP
 
 def _find_run(processes: Processes | None, overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
     """Return what `open_run` does, found by the first process."""
-    from slipstream.train.folder import RunFolder  # noqa: PLC0415 - keeps --help quick
+    from slipstream.run.folder import RunFolder  # noqa: PLC0415 - keeps --help quick
     from slipstream.train.processes import attempt_overrides, has_begun, settle_devices  # noqa: PLC0415
     from slipstream.train.startup import open_run  # noqa: PLC0415
 
@@ -208,10 +208,11 @@ def _finish(trainer: Trainer, settings: TrainSettings, screen: Any, processes: P
     from slipstream.cli.evaluation_output import fly_jobs  # noqa: PLC0415 - keeps --help quick
     from slipstream.dist.threads import share_of_cores  # noqa: PLC0415
     from slipstream.report.page import write_report  # noqa: PLC0415
+    from slipstream.run.evaluation import recorded_evaluation  # noqa: PLC0415
+    from slipstream.run.folder import FINAL  # noqa: PLC0415
     from slipstream.train.evaluation.flights import SEED  # noqa: PLC0415
     from slipstream.train.evaluation.jobs import describe_conditions, final_jobs  # noqa: PLC0415
-    from slipstream.train.evaluation.results import recorded_evaluation, save_evaluation  # noqa: PLC0415
-    from slipstream.train.folder import FINAL  # noqa: PLC0415
+    from slipstream.train.evaluation.results import save_evaluation  # noqa: PLC0415
     from slipstream.train.startup import prepare_process  # noqa: PLC0415
 
     jobs = final_jobs(trainer.ppo.policy, settings)

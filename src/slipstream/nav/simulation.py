@@ -80,6 +80,8 @@ class Simulation:
         map_index: Which map each drone is on, ``[envs]``; None if there is only one map.
         collision_penalty: Subtracted from the reward of a step that ends in a collision or out of bounds. May be
             changed at any time; it is not part of the state.
+        obstacle_track: If it is a list, every step appends where the moving obstacles are then, ``[obstacles, 3]``. An
+            empty one gets the positions before the step, too. Not part of the state.
 
     Raises:
         ConfigurationError: If a map cannot hold the requested number of boxes, or the number of maps does not match.
@@ -94,6 +96,7 @@ class Simulation:
         self.config = config
         self.device = resolve_device(device)
         self.collision_penalty = config.collision_penalty
+        self.obstacle_track: list[torch.Tensor] | None = None
         self.maps = [one.to(self.device) for one in _make_maps(config, boxes)]
         self.map_index: torch.Tensor | None = None
         if config.num_maps > 1:
@@ -156,7 +159,7 @@ class Simulation:
             What that led to. Drones whose episode ended fly on until they are reset.
         """
         before = self.drone.velocity_m_s
-        self.obstacles.move()
+        self._move_obstacles()
         self.drone = self._fly(self.drone, command_m_s.detach(), self.task.heading)
         position, velocity = self.drone.position_m, self.drone.velocity_m_s
         distances = self._scan(position, self.task.heading)
@@ -209,6 +212,15 @@ class Simulation:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle, and copy, as what it was made of and where it is now: compiled code is made again."""
         return _restore, (self.config, str(self.device), self.maps, self.state_dict())
+
+    def _move_obstacles(self) -> None:
+        track = self.obstacle_track
+        if track is not None and not track:
+            track.append(self.obstacles.position_m)
+        self.obstacles.move()
+        # Every move makes a new tensor, so the track needs no copies.
+        if track is not None:
+            track.append(self.obstacles.position_m)
 
     def _compiled(self, function: Callable[P, R], *, dynamic: bool = False) -> Callable[P, R]:
         return maybe_compiled(function, self.config.compile, self.config.num_envs, dynamic=dynamic)

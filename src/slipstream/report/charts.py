@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from slipstream.report.counters import Stalls
-from slipstream.report.evaluations import MAIN_SCENARIO, Evaluation, Scenario
-from slipstream.report.metrics import STORAGE_PREFIXES, Curve, Floats, Metrics
+from slipstream.run.evaluation import MAIN_SCENARIO, Evaluation
+from slipstream.run.metrics import STORAGE_PREFIXES, Curve, Floats, Metrics
 
+TIMED_OUT = "train/stats.timed_out"  # derived from what training logs
 PARTS = ("rollout", "update", "save", "evaluate", "log")
 MAX_OTHERS = 24
+COLORS = "abcdefgh"  # of the style sheet
+X_NAMES = {"env_frames": "frames", "iteration": "iteration"}
 DIGITS = 6
+LEAST_SHARE = 1e-5  # of an iteration, for a part that is shown
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ _LEARNING = (
         (
             ("train/stats.reach_goal", "success", "reached"),
             ("train/stats.collision", "collision", "static"),
-            ("train/stats.truncated", "truncated", "timeout"),
+            (TIMED_OUT, "timed out", "timeout"),
         ),
         percent=True,
     ),
@@ -86,81 +90,204 @@ _LEARNING = (
     _Plan("Staleness", "versions", (("staleness", "staleness", "a"),)),
     _Plan("Effective sample size", "share", (("ess", "ESS", "a"),)),
 )
-_SHOWN_ELSEWHERE = {"iteration", "env_frames", "time", "rollout_fps"}
+_SHOWN_ELSEWHERE = {"iteration", "env_frames", "time", "rollout_fps", "train/stats.truncated"}
+# What is only worth a curve if a run uses a feature: the metric that is 0 throughout if it does not, and the others.
+_FEATURES = {
+    "staleness": ("ess", "behaviour_kl"),
+    "schedule/teacher_coefficient": ("imitation_loss",),
+    "schedule/num_dynamic_obstacles": (),
+}
+_SPEED = (_Plan("Frames per second", "frames/s", (("rollout_fps", "frames/s", "a"),)),)
 _ELSEWHERE_PREFIXES = ("perf/", "eval/", *STORAGE_PREFIXES)
 
 
 def learning_charts(metrics: Metrics, evaluations: Sequence[Evaluation]) -> list[Chart]:
     """Return the curves of a run that have any value."""
-    plans = [*_LEARNING, *(_Plan(key, "", ((key, key, "a"),)) for key in _others(metrics))]
-    charts = [_chart(plan, number, metrics) for number, plan in enumerate(plans)]
+    charts = []
+    shown = _prepare(metrics)
+    for number, plan in enumerate([*_LEARNING, *_unplanned(shown)]):
+        chart = _chart(plan, number, shown)
+        if chart is not None:
+            charts.append(chart)
     evaluated = _evaluation_chart(metrics, evaluations)
-    found = [chart for chart in charts if chart is not None]
-    return [*found[:1], evaluated, *found[1:]] if evaluated is not None else found
+    if evaluated is not None:
+        # Beside the outcomes of training episodes, which come first.
+        charts.insert(1, evaluated)
+    return charts
 
 
-def _others(metrics: Metrics) -> list[str]:
-    """Return the metrics that no planned chart shows."""
-    planned = {key for plan in _LEARNING for key, _, _ in plan.keys} | _SHOWN_ELSEWHERE
-    free = (key for key in metrics.columns if key not in planned and not key.startswith(_ELSEWHERE_PREFIXES))
-    return sorted(free)[:MAX_OTHERS]
+def compare_curves(runs: Mapping[str, tuple[Metrics, Sequence[Evaluation]]]) -> list[Chart]:
+    """Return the curves of several runs: one chart for each metric, with a curve for each run that has it.
+
+    Args:
+        runs: Metrics and evaluations by the name of the run.
+    """
+    prepared = {}
+    for name, (metrics, _) in runs.items():
+        prepared[name] = _prepare(metrics)
+    # All runs need the same x axis, so frames are out of the question if one of them does not count them.
+    x_names = {metrics.x[1] for metrics in prepared.values() if metrics.num_lines}
+    x_key = "env_frames"
+    if x_names != {"frames"}:
+        x_key = "iteration"
+    charts = [_compare_evaluations(runs, x_key)]
+    for plan in [*_LEARNING, *_unplanned_in_any(list(prepared.values())), *_SPEED]:
+        for key, series_name, _ in plan.keys:
+            title = plan.title
+            if len(plan.keys) > 1:
+                title = f"{plan.title}: {series_name}"
+            charts.append(_compare_metric(prepared, x_key, key, title, plan))
+    return list(filter(None, charts))
+
+
+def _compare_metric(runs: Mapping[str, Metrics], x_key: str, key: str, title: str, plan: _Plan) -> Chart | None:
+    """Return the curves of one metric; None if no run has it."""
+    series = []
+    for (name, metrics), color in zip(runs.items(), COLORS, strict=False):
+        curve = metrics.curve(key, x_key)
+        if curve is not None:
+            series.append(_series(name, color, curve))
+    if not series:
+        return None
+    data = {"kind": "lines", "x": X_NAMES[x_key], "y": plan.unit, "percent": plan.percent, "series": series}
+    return Chart(f"compared-{key}", title, data, _summary(data))
+
+
+def _compare_evaluations(runs: Mapping[str, tuple[Metrics, Sequence[Evaluation]]], x_key: str) -> Chart | None:
+    """Return success through the field in each run's evaluations; None if there is none."""
+    series = []
+    for (name, (_, evaluations)), color in zip(runs.items(), COLORS, strict=False):
+        points: dict[str, _Points] = {}
+        for evaluation in evaluations:
+            at = evaluation.iteration
+            if x_key == "env_frames":
+                at = evaluation.env_frames
+            if at is not None and not evaluation.changes:
+                _add_evaluation(points, evaluation, at)
+        if MAIN_SCENARIO in points:
+            points[MAIN_SCENARIO].title = name
+            series.append(_interval_series(points[MAIN_SCENARIO], color))
+    if not series:
+        return None
+    data = {"kind": "points", "x": X_NAMES[x_key], "y": "share", "percent": True, "series": series}
+    return Chart("compared-evaluations", "Evaluations: flights that reached their goal", data, _summary(data))
+
+
+def _prepare(metrics: Metrics) -> Metrics:
+    """Return metrics as they are drawn: without features that the run does not use, and with the share of timeouts."""
+    columns = dict(metrics.columns)
+    for key, others in _FEATURES.items():
+        values = metrics[key]
+        if np.isfinite(values).any() and not np.nan_to_num(values).any():
+            for unused in (key, *others):
+                columns.pop(unused, None)
+    # An episode that reaches its goal ends as truncated, or flies on until it times out: neither is a timeout.
+    truncated = columns.get("train/stats.truncated")
+    if truncated is not None:
+        columns[TIMED_OUT] = np.maximum(truncated - metrics["train/stats.reach_goal"], 0.0)
+    return replace(metrics, columns=columns)
+
+
+def _unplanned_in_any(runs: Sequence[Metrics]) -> list[_Plan]:
+    """Return charts of metrics that no other chart shows, of all runs."""
+    plans = {}
+    for metrics in runs:
+        for plan in _unplanned(metrics):
+            plans[plan.title] = plan
+    return list(plans.values())[:MAX_OTHERS]
+
+
+def _unplanned(metrics: Metrics) -> list[_Plan]:
+    """Return charts of metrics that no other chart shows, such as those of a custom logger."""
+    known = set(_SHOWN_ELSEWHERE)
+    for plan in _LEARNING:
+        for key, _, _ in plan.keys:
+            known.add(key)
+    found = [key for key in sorted(metrics.columns) if key not in known and not key.startswith(_ELSEWHERE_PREFIXES)]
+    return [_Plan(key, "", ((key, key, "a"),)) for key in found[:MAX_OTHERS]]
 
 
 def _chart(plan: _Plan, number: int, metrics: Metrics) -> Chart | None:
-    series = [
-        _series(name, color, curve) for key, name, color in plan.keys if (curve := metrics.curve(key)) is not None
-    ]
+    series = []
+    for key, name, color in plan.keys:
+        curve = metrics.curve(key)
+        if curve is not None:
+            series.append(_series(name, color, curve))
     if not series:
         return None
     data = {"kind": "lines", "x": metrics.x[1], "y": plan.unit, "percent": plan.percent, "series": series}
     return Chart(f"learning-{number}", plan.title, data, _summary(data))
 
 
+@dataclass
+class _Points:
+    """Success in one scenario: mean, low and high by the place on the x axis."""
+
+    title: str
+    values: dict[float, tuple[float, float, float]] = field(default_factory=dict)
+
+
 def _evaluation_chart(metrics: Metrics, evaluations: Sequence[Evaluation]) -> Chart | None:
-    """Return success by scenario: from the evaluations, and from the lines of metrics that have no file of theirs."""
-    points: dict[str, dict[float, tuple[float, float, float]]] = {}
-    titles: dict[str, str] = {}
-    x, x_name = metrics.x
-    for key in (key for key in metrics.columns if key.startswith("eval/") and key.endswith("/success")):
-        name = key.removeprefix("eval/").removesuffix("/success")
-        values = metrics[key]
-        for line in np.flatnonzero(np.isfinite(values) & np.isfinite(x) & metrics.current):
-            points.setdefault(name, {})[float(x[line])] = (float(values[line]),) * 3
+    """Return success by scenario: from the evaluations, and from lines of metrics whose evaluation has no file."""
+    x_name = "frames"
+    if metrics.num_lines:
+        x_name = metrics.x[1]
+    points = _points_of_metrics(metrics)
     for evaluation in evaluations:
-        at = evaluation.iteration if x_name == "iteration" else evaluation.env_frames
+        at = evaluation.env_frames
+        if metrics.x[1] == "iteration":
+            at = evaluation.iteration
         # A curve shows the policy alone, under the same conditions at every point.
-        for scenario in evaluation.scenarios:
-            if scenario.is_standard and not evaluation.changes:
-                _add_point(points, titles, scenario, at)
-    series = [
-        _interval_series(titles.get(name, name), "abcdefgh"[number % 8], points[name])
-        for number, name in enumerate(sorted(points, key=lambda name: (name != MAIN_SCENARIO, name)))
-    ]
+        if at is not None and not evaluation.changes:
+            _add_evaluation(points, evaluation, at)
+    # The main scenario has the first colour.
+    names = sorted(points)
+    if MAIN_SCENARIO in points:
+        names.remove(MAIN_SCENARIO)
+        names.insert(0, MAIN_SCENARIO)
+    series = []
+    for number, name in enumerate(names):
+        if points[name].values:
+            series.append(_interval_series(points[name], COLORS[number % len(COLORS)]))
     if not series:
         return None
-    data = {"kind": "points", "x": x_name if metrics.num_lines else "frames", "y": "share", "percent": True}
-    data["series"] = series
+    data = {"kind": "points", "x": x_name, "y": "share", "percent": True, "series": series}
     return Chart("learning-evaluations", "Evaluations: flights that reached their goal", data, _summary(data))
 
 
-def _add_point(
-    points: dict[str, dict[float, tuple[float, float, float]]],
-    titles: dict[str, str],
-    scenario: Scenario,
-    at: float | None,
-) -> None:
-    titles[scenario.name] = scenario.title
-    success = scenario.quantities.get("success")
-    if success is not None and at is not None:
-        low = success.mean if success.low is None else success.low
-        high = success.mean if success.high is None else success.high
-        points.setdefault(scenario.name, {})[at] = (success.mean, low, high)
+def _points_of_metrics(metrics: Metrics) -> dict[str, _Points]:
+    points: dict[str, _Points] = {}
+    x = metrics.x[0]
+    for key, values in metrics.columns.items():
+        if not key.startswith("eval/") or not key.endswith("/success"):
+            continue
+        name = key.removeprefix("eval/").removesuffix("/success")
+        points[name] = _Points(name)
+        for line in np.flatnonzero(np.isfinite(values) & np.isfinite(x) & metrics.current):
+            mean = float(values[line])
+            points[name].values[float(x[line])] = (mean, mean, mean)
+    return points
 
 
-def _interval_series(name: str, color: str, points: dict[float, tuple[float, float, float]]) -> dict[str, Any]:
-    places = sorted(points)
-    mean, low, high = (np.array([points[place][part] for place in places]) for part in range(3))
-    return _series(name, color, Curve(np.array(places), mean, low, high))
+def _add_evaluation(points: dict[str, _Points], evaluation: Evaluation, at: float) -> None:
+    for scenario in evaluation.scenarios:
+        success = scenario.quantities.get("success")
+        if not scenario.is_standard or success is None:
+            continue
+        found = points.setdefault(scenario.name, _Points(scenario.name))
+        found.title = scenario.title
+        low = success.mean
+        high = success.mean
+        if success.is_known:
+            low = success.low
+            high = success.high
+        found.values[at] = (success.mean, low, high)
+
+
+def _interval_series(points: _Points, color: str) -> dict[str, Any]:
+    places = sorted(points.values)
+    values = np.array([points.values[place] for place in places])
+    return _series(points.title, color, Curve(np.array(places), *values.T))
 
 
 def time_charts(metrics: Metrics) -> list[Chart]:
@@ -180,24 +307,32 @@ def time_charts(metrics: Metrics) -> list[Chart]:
 
 
 def time_parts(metrics: Metrics) -> list[tuple[str, float, float | None]]:
-    """Return the parts of an iteration with their means and standard deviations in seconds, and what is left."""
-    parts = [
-        (name, mean, metrics.last(f"perf/{name}_std"))
-        for name in PARTS
-        if (mean := metrics.last(f"perf/{name}_mean")) is not None and mean >= 0
-    ]
+    """Return the parts of an iteration with their means and standard deviations in seconds, and the remainder."""
+    parts = []
     whole = metrics.last("perf/iteration_mean")
-    if whole is not None and parts:
-        left = whole - sum(mean for _, mean, _ in parts)
-        if left > 0:
-            parts.append(("other", left, None))
+    left = whole
+    for name in PARTS:
+        mean = metrics.last(f"perf/{name}_mean")
+        # Asking whether to do something that the run never does, such as evaluating, takes microseconds.
+        if mean is None or mean <= LEAST_SHARE * (whole or 0.0):
+            continue
+        parts.append((name, mean, metrics.last(f"perf/{name}_std")))
+        if left is not None:
+            left -= mean
+    if parts and left is not None and left > 0:
+        parts.append(("other", left, None))
     return parts
 
 
 def stall_chart(stalls: Stalls, x_name: str) -> Chart | None:
     """Return what each save cost over the run."""
-    curves = (("call of save", "a", stalls.call_ms), ("wait of the optimizer", "b", stalls.barrier_ms))
-    series = [_series(name, color, curve) for name, color, curve in curves if curve is not None]
+    series = []
+    for name, color, curve in (
+        ("call of save", "a", stalls.call_ms),
+        ("wait of the optimizer", "b", stalls.barrier_ms),
+    ):
+        if curve is not None:
+            series.append(_series(name, color, curve))
     if not series:
         return None
     data = {"kind": "dots", "x": x_name, "y": "ms per save", "zero": True, "series": series}
@@ -207,23 +342,23 @@ def stall_chart(stalls: Stalls, x_name: str) -> Chart | None:
 def _series(name: str, color: str, curve: Curve) -> dict[str, Any]:
     series = {"name": name, "color": color, "x": _numbers(curve.x), "y": _numbers(curve.y)}
     if curve.low is not None and curve.high is not None:
-        series |= {"low": _numbers(curve.low), "high": _numbers(curve.high)}
+        series["low"] = _numbers(curve.low)
+        series["high"] = _numbers(curve.high)
     return series
 
 
 def _numbers(values: Floats) -> list[float]:
-    return [_short(value) for value in values.tolist()]
+    return list(map(_short, values.tolist()))
 
 
 def _short(value: float) -> float:
-    """Return a number with as many digits as a screen can show; the x axis counts frames, which stay whole."""
-    if not value or value == int(value):
-        return int(value) if math.fabs(value) < 1e15 else value
+    """Return a number with as many digits as a screen can show; whole numbers, such as frames, stay exact."""
+    if value == int(value) and math.fabs(value) < 1e15:
+        return int(value)
     return float(f"{value:.{DIGITS}g}")
 
 
 def _summary(data: dict[str, Any]) -> str:
-    ends: Iterable[str] = (
-        f"{series['name']} from {series['y'][0]:.4g} to {series['y'][-1]:.4g}" for series in data["series"]
-    )
+    """Return what a chart shows as text: where each curve begins and ends."""
+    ends = [f"{series['name']} from {series['y'][0]:.4g} to {series['y'][-1]:.4g}" for series in data["series"]]
     return f"{'; '.join(ends)}, over {data['x']}"

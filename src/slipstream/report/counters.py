@@ -1,4 +1,4 @@
-"""Counters that grow while a process runs and begin again at 0 with the next: totals and what was added when."""
+"""Counters that grow while a process runs and start at 0 in the next one: totals, and what was added when."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.report.metrics import Curve, Floats, Metrics, thin
+from slipstream.run.metrics import Curve, Floats, Metrics, thin
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class Stalls:
 
 
 def added(metrics: Metrics, key: str) -> Floats:
-    """Return by how much a counter grew in each line, whatever became of the lines' iterations afterwards."""
+    """Return by how much a counter grew in each line, also in lines whose iterations were repeated."""
     values = metrics[key]
     known = np.flatnonzero(np.isfinite(values))
+    # The first value of a process counts from 0.
     grown = np.zeros(len(values))
     process = np.cumsum(metrics.starts)[known]
     before = np.concatenate([[0.0], values[known][:-1]])
@@ -47,8 +48,10 @@ def added(metrics: Metrics, key: str) -> Floats:
 
 
 def total(metrics: Metrics, key: str) -> float | None:
-    """Return what a counter came to over all processes of a run; None if it was never written."""
-    return float(added(metrics, key).sum()) if np.isfinite(metrics[key]).any() else None
+    """Return the sum of a counter over all processes of a run; None if it was never written."""
+    if not np.isfinite(metrics[key]).any():
+        return None
+    return float(added(metrics, key).sum())
 
 
 def find_stalls(metrics: Metrics) -> Stalls | None:
@@ -60,30 +63,39 @@ def find_stalls(metrics: Metrics) -> Stalls | None:
     events = np.flatnonzero(saves > 0)
     if not len(events):
         return None
-    call, barrier = added(metrics, "ckpt/total_call_s"), added(metrics, "ckpt/total_barrier_s")
+    call = added(metrics, "ckpt/total_call_s")
+    barrier = added(metrics, "ckpt/total_barrier_s")
     x = metrics.x[0][events]
     known = np.isfinite(x)
-    curves = [
-        thin(x[known], (1000 * np.add.reduceat(part, events) / saves[events])[known]) if known.any() else None
-        for part in (call, barrier)
-    ]
+    curves: list[Curve | None] = []
+    for part in (call, barrier):
+        curve = None
+        if known.any():
+            each_ms = 1000 * np.add.reduceat(part, events) / saves[events]
+            curve = thin(x[known], each_ms[known])
+        curves.append(curve)
     return Stalls(round(saves.sum()), float(call.sum()), float(barrier.sum()), curves[0], curves[1])
 
 
 def running_time_s(metrics: Metrics) -> float | None:
-    """Return how long the processes of a run took, without the pauses between them; None if nobody looked at a clock.
+    """Return how long the processes of a run took, without the pauses between them; None if no time is known.
 
-    The first iteration of a process, whose beginning is in no line, counts as long as a usual one.
+    The first iteration of a process, whose start is in no line, counts as long as a usual one.
     """
     time = metrics["time"]
     known = np.flatnonzero(np.isfinite(time))
     if not len(known):
         return None
     process = np.cumsum(metrics.starts)[known]
-    steps, same = np.diff(time[known]), np.diff(process) == 0
-    within = steps[same & (steps >= 0)]
-    usual = float(np.median(within)) if len(within) else metrics.last("perf/iteration_mean")
+    steps = np.diff(time[known])
+    # Steps between processes are pauses, and clocks may be set back.
+    within = steps[(np.diff(process) == 0) & (steps >= 0)]
+    usual = metrics.last("perf/iteration_mean")
+    if len(within):
+        usual = float(np.median(within))
     if usual is None:
         return None
     seconds = float(within.sum()) + usual * len(np.unique(process))
-    return seconds if math.isfinite(seconds) and seconds > 0 else None
+    if not math.isfinite(seconds) or seconds <= 0:
+        return None
+    return seconds

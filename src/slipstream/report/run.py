@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +13,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.errors import ConfigurationError, SlipstreamError
-from slipstream.report.evaluations import Evaluation, Scenario, read_evaluation
-from slipstream.report.flights import read_flights
-from slipstream.report.metrics import Metrics, read_metrics
+from slipstream.report.flights import read_crashes, read_flights
+from slipstream.run.evaluation import Evaluation, read_evaluation
+from slipstream.run.metrics import Metrics, read_metrics
 from slipstream.store.local import open_regular
 
 MAX_CONFIG_BYTES = 256 << 10
 MAX_EVALUATIONS = 200
 MAX_FILES = 100_000
 MAX_FLIGHTS = 12  # scenarios, of about a megabyte each
+MAX_CRASH_SCENES = 3
+MAX_CRASHES_TRIED = 6  # rollouts that are read; those of a good policy may have no crash
+ROLLOUT_NAME = re.compile(r"rollout_(\d{1,9})\.slip")
 MARKS = ("metrics.jsonl", "config.yaml", "checkpoints", "eval")
 
 T = TypeVar("T")
@@ -40,6 +44,25 @@ class Files:
 
 
 @dataclass(frozen=True)
+class Scene:
+    """Flights that can be played.
+
+    Attributes:
+        name: Of the scenario, or of the file of the rollout.
+        title: For people.
+        source: In a sentence, where the flights are from.
+        packed: For the page; see `slipstream.report.flights`.
+        is_main: Whether it is shown first.
+    """
+
+    name: str
+    title: str
+    source: str
+    packed: dict[str, Any]
+    is_main: bool = False
+
+
+@dataclass(frozen=True)
 class Run:
     """A run folder that was read.
 
@@ -48,8 +71,8 @@ class Run:
         name: What it is called.
         metrics: What it measured while training.
         evaluations: In the order of their iterations, then of their times; `final`, if there is one, is the last.
-        flights: Recorded flights of one evaluation, with their scenarios, packed for the page.
-        flown: That evaluation: the last one under standard conditions that has any.
+        flights: What can be played: recorded flights of the last evaluation under standard conditions that has any,
+            and crashes in the newest rollouts.
         config: The text of its configuration.
         files: What is under ``checkpoints`` and ``rollouts``.
         problems: What could not be read, in sentences.
@@ -59,8 +82,7 @@ class Run:
     name: str
     metrics: Metrics = field(default_factory=Metrics)
     evaluations: tuple[Evaluation, ...] = ()
-    flights: tuple[tuple[Scenario, dict[str, Any]], ...] = ()
-    flown: Evaluation | None = None
+    flights: tuple[Scene, ...] = ()
     config: str | None = None
     files: dict[str, Files] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
@@ -94,15 +116,13 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         lines = metrics.num_skipped - torn
         problems.append(f"{path / 'metrics.jsonl'}: {lines} lines are not JSON objects and were left out")
     evaluations = _read_evaluations(path / "eval", problems)
-    recorded = [each for each in evaluations if any(scenario.flights for scenario in each.scenarios)]
-    flown = _last_standard(recorded)
+    flights = [*_read_flights(path / "eval", evaluations, problems), *_read_crashes(path, problems)]
     return Run(
         folder=path,
         name=path.resolve().name or str(path),
         metrics=metrics,
         evaluations=evaluations,
-        flights=_read_flights(path / "eval", flown, problems) if flown is not None else (),
-        flown=flown,
+        flights=tuple(flights),
         config=_try(_read_config, path / "config.yaml", problems),
         files={part: _files(path / part) for part in ("checkpoints", "rollouts")},
         problems=tuple(problems),
@@ -135,18 +155,28 @@ def _try(read: Callable[[Path], T], path: Path, problems: list[str]) -> T | None
 def _read_config(path: Path) -> str:
     with open_regular(path) as file:
         content = file.read(MAX_CONFIG_BYTES + 1)
-    end = "\n(cut off here)" if len(content) > MAX_CONFIG_BYTES else ""
+    end = ""
+    if len(content) > MAX_CONFIG_BYTES:
+        end = "\n(cut off here)"
     return content[:MAX_CONFIG_BYTES].decode("utf-8", "replace") + end
 
 
 def _read_evaluations(folder: Path, problems: list[str]) -> tuple[Evaluation, ...]:
     """Return the newest evaluations, oldest first."""
-    paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem == "final", path.name))
+    paths = sorted(folder.glob("*.json"), key=_order_of_file)
     if len(paths) > MAX_EVALUATIONS:
         problems.append(f"{folder}: only the last {MAX_EVALUATIONS} of {len(paths)} evaluations are shown")
     found = [_try(read_evaluation, path, problems) for path in paths[-MAX_EVALUATIONS:]]
-    known = [evaluation for evaluation in found if evaluation is not None]
-    return tuple(sorted(known, key=lambda each: (each.name == "final", each.iteration or 0, each.time or 0, each.name)))
+    return tuple(sorted(filter(None, found), key=_order_of_evaluation))
+
+
+def _order_of_file(path: Path) -> tuple[bool, str]:
+    return path.stem == "final", path.name
+
+
+def _order_of_evaluation(one: Evaluation) -> tuple[bool, float, float, str]:
+    """Return what evaluations are ordered by: the one at the end of a training is the last."""
+    return one.name == "final", one.iteration or 0, one.time or 0, one.name
 
 
 def _last_standard(evaluations: Sequence[Evaluation]) -> Evaluation | None:
@@ -159,16 +189,20 @@ def _last_standard(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     return found
 
 
-def _read_flights(
-    folder: Path, evaluation: Evaluation, problems: list[str]
-) -> tuple[tuple[Scenario, dict[str, Any]], ...]:
-    found = []
-    scenarios = [(scenario, scenario.flights) for scenario in evaluation.scenarios if scenario.flights]
+def _read_flights(folder: Path, evaluations: Sequence[Evaluation], problems: list[str]) -> list[Scene]:
+    """Return the recorded flights of the last evaluation that has any."""
+    recorded = filter(_has_flights, evaluations)
+    flown = _last_standard(list(recorded))
+    if flown is None:
+        return []
+    scenarios = [(scenario, scenario.flights) for scenario in flown.scenarios if scenario.flights]
     if len(scenarios) > MAX_FLIGHTS:
         problems.append(
             f"{folder}: only the flights of the first {MAX_FLIGHTS} of {len(scenarios)} scenarios are shown"
         )
+    scenes = []
     for scenario, name in scenarios[:MAX_FLIGHTS]:
+        # The name is from a file that anyone may have written, and must not lead out of the folder.
         if name != Path(name).name:
             problems.append(f"{name!r} is named as the flights of {scenario.name}, expected a file in eval")
             continue
@@ -178,22 +212,54 @@ def _read_flights(
             continue
         packed = _try(read_flights, path, problems)
         if packed is not None:
-            found.append((scenario, packed))
-    return tuple(found)
+            source = f"Recorded in the evaluation {flown.name}, on map {packed['map']}."
+            scenes.append(Scene(scenario.name, scenario.title, source, packed, is_main=scenario == flown.main))
+    return scenes
+
+
+def _has_flights(evaluation: Evaluation) -> bool:
+    return any(scenario.flights for scenario in evaluation.scenarios)
+
+
+def _read_crashes(run: Path, problems: list[str]) -> list[Scene]:
+    """Return the crashes in the newest rollouts that a training saved with their world."""
+    found = {}
+    for folder in ("rollouts", "checkpoints"):
+        for path in (run / folder).glob("rollout_*.slip"):
+            match = ROLLOUT_NAME.fullmatch(path.name)
+            if match is not None:
+                found[int(match[1])] = path
+    scenes: list[Scene] = []
+    for iteration in sorted(found, reverse=True)[:MAX_CRASHES_TRIED]:
+        packed = _try(read_crashes, found[iteration], problems)
+        if packed is None:
+            continue
+        source = (
+            f"Flights of the training that ended in a collision while the rollout of iteration {iteration:,} was "
+            f"collected, on map {packed['map']}; they begin where their episode or the rollout began."
+        )
+        scenes.append(Scene(found[iteration].stem, f"crashes of iteration {iteration:,}", source, packed))
+        if len(scenes) == MAX_CRASH_SCENES:
+            break
+    return scenes
 
 
 def _files(folder: Path) -> Files:
     """Return the files under a folder, but hidden ones such as locks; links are not followed."""
-    sizes, seen, total = {}, set(), 0
+    sizes = {}
+    seen = set()
+    total = 0
     found = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names if not name.startswith("."))
     for path in itertools.islice(found, MAX_FILES):
         try:
             status = path.lstat()
-        except OSError:  # gone meanwhile
+        except OSError:
+            # The trainer has deleted it since.
             continue
         if not stat.S_ISREG(status.st_mode):
             continue
         sizes[str(path.relative_to(folder))] = status.st_size
+        # A file with two names takes its space once.
         if (status.st_dev, status.st_ino) not in seen:
             seen.add((status.st_dev, status.st_ino))
             total += status.st_size

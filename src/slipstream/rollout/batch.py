@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.batches import build, flatten
 from slipstream.errors import CorruptFileError, RolloutError, naming
-from slipstream.rollout.files import RolloutFile, write_rollout, zstd_level
+from slipstream.rollout.files import RolloutFile, add_extra, write_rollout, zstd_level
 from slipstream.rollout.layout import Field, Key, Layout, Node, Rollout, resolve_slice
 from slipstream.schema.flatten import check_storable
 from slipstream.tensors import array_of, dtype_info, import_tensordict, resolve, tensor_of
@@ -33,6 +33,7 @@ def save_rollout_compressed(
     compression_level: int = 9,
     *,
     metadata: Any = None,
+    extra: Mapping[str, NDArray[Any]] | None = None,
     threads: int | None = None,
 ) -> Path:
     """Save a rollout to a file.
@@ -45,6 +46,7 @@ def save_rollout_compressed(
         path: The file to create or replace.
         compression_level: 0 to 12; up to 9 is fast.
         metadata: A JSON value to store with it.
+        extra: Arrays to store beside it, such as what all environments have in common; see `RolloutFile.read_extra`.
         threads: Number of threads that encode; one per core by default.
 
     Returns:
@@ -63,7 +65,9 @@ def save_rollout_compressed(
         torch.Size([8, 32])
     """
     level = zstd_level(compression_level)
-    return write_rollout(split_batch(data), path, level, {"metadata": metadata}, threads)
+    rollout = split_batch(data)
+    add_extra(rollout, extra)
+    return write_rollout(rollout, path, level, {"metadata": metadata}, threads)
 
 
 def load_rollout(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from slipstream.checks import require_count
 from slipstream.codecs import Codec, Planes, Timewise
-from slipstream.errors import CorruptFileError, naming
+from slipstream.errors import CorruptFileError, RolloutError, naming
 from slipstream.rollout.layout import Field, Key, Layout, Rollout
 from slipstream.rollout.reading import read_fields
 from slipstream.store.container import Container
@@ -24,6 +24,9 @@ from slipstream.store.index import Entry
 from slipstream.store.writer import DEFAULT_CHUNK_BYTES, ContainerWriter, write_container
 
 KIND = "rollout"
+EXTRA = "extra:"
+"""What the names of arrays begin with that are stored beside a rollout, and are no part of it."""
+
 SUFFIX = ".slip"
 MAX_LEVEL = 12
 
@@ -56,6 +59,19 @@ def codec_for(rollout: Rollout, name: str, level: int) -> Codec:
     if not has_time_axis:
         return Planes(level, is_float)
     return Timewise(level, is_float).settle(array)
+
+
+def add_extra(rollout: Rollout, extra: Mapping[str, NDArray[Any]] | None) -> None:
+    """Add copies of arrays that are stored beside a rollout, such as what its environments had in common.
+
+    Raises:
+        RolloutError: If a tensor of the rollout is stored under the same name.
+    """
+    for name, array in (extra or {}).items():
+        stored = f"{EXTRA}{name}"
+        if stored in rollout.arrays:
+            raise RolloutError(f"the extra array {name!r} cannot be stored: the batch has a key {stored!r}; rename it")
+        rollout.arrays[stored] = np.array(array)
 
 
 def write_rollout(
@@ -182,6 +198,23 @@ class RolloutFile:
         """
         with naming(self.path):
             return read_fields(self.layout, self.container, keys, envs, steps)
+
+    @property
+    def extra(self) -> list[str]:
+        """Names of the arrays that were stored beside the rollout."""
+        names = self.container.entries
+        return [name.removeprefix(EXTRA) for name in names if name.startswith(EXTRA)]
+
+    def read_extra(self, name: str) -> NDArray[Any]:
+        """Read an array that was stored beside the rollout, with its own dtype and shape.
+
+        Raises:
+            CorruptFileError: If a chunk is damaged.
+            KeyError: If there is no array of that name.
+        """
+        if name not in self.extra:
+            raise KeyError(f"{self.path} has no extra array {name!r}")
+        return self.container.read(f"{EXTRA}{name}")
 
     def close(self) -> None:
         """Close the file. Idempotent; `read` raises afterwards."""

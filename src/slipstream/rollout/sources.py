@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import json
 import os
 import pickle
 import re
@@ -17,6 +16,7 @@ import torch
 from slipstream.errors import ConfigurationError, CorruptFileError, RolloutError, SlipstreamError
 from slipstream.rollout.batch import BatchFile
 from slipstream.rollout.compressed import CompressedTensorDict
+from slipstream.run.metrics import find_newest
 from slipstream.store.header import MAGIC
 from slipstream.store.local import open_regular
 from slipstream.tensors import import_tensordict
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_MEASURED_BYTES = 256 << 20
 
 _ITERATION_KEYS = ("perf/iteration_mean", "perf/iteration", "iteration_mean", "iteration_s")
-_TAIL_BYTES = 256 << 10
+_MOST_ITERATION_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -56,30 +56,6 @@ def find_batch(batch: Any) -> Source:
             "file, a .pt file or a run folder"
         )
     return _from_memory(batch, "the batch")
-
-
-def read_iteration_time(metrics: Path) -> float | None:
-    """Return the seconds that the newest entry of a ``metrics.jsonl`` reports for an iteration. None if none does."""
-    try:
-        with open_regular(metrics) as file:
-            file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except (OSError, CorruptFileError):
-        return None
-    for line in reversed(lines):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            # The first line may be cut off by `seek`, the last one by a crash.
-            continue
-        if not isinstance(entry, dict):
-            continue
-        for key in _ITERATION_KEYS:
-            value = entry.get(key)
-            # The upper bound also excludes Inf, and the comparison excludes NaN.
-            if isinstance(value, int | float) and 0 < value < 1e9:
-                return float(value)
-    return None
 
 
 def _from_memory(content: Any, name: str) -> Source:
@@ -199,7 +175,7 @@ def _from_run(folder: Path) -> Source:
             "rollout_save_interval=N to save some, or give the file of a batch"
         )
     source = _from_file(max(rollouts, key=_iteration_and_path))
-    return replace(source, iteration_s=read_iteration_time(folder / "metrics.jsonl"))
+    return replace(source, iteration_s=find_newest(folder / "metrics.jsonl", _ITERATION_KEYS, _MOST_ITERATION_S))
 
 
 def _iteration_and_path(path: Path) -> tuple[int, Path]:

@@ -8,17 +8,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from numpy.typing import NDArray
 
 from slipstream.checks import require_count
 from slipstream.codecs import Codec
 from slipstream.rollout.batch import BatchFile, split_batch
-from slipstream.rollout.files import write_rollout, zstd_level
+from slipstream.rollout.files import add_extra, write_rollout, zstd_level
 from slipstream.rollout.layout import Key, Rollout
 from slipstream.rollout.uploads import MAX_WAITING, RolloutUploads, find_iterations, rollout_name, surplus
 from slipstream.store.handle import Handle
@@ -101,7 +102,15 @@ class RolloutStorage:
         self._codecs: dict[str, Codec] = {}
         self._stats = {"save_count": 0, "raw_bytes": 0, "stored_bytes": 0, "call_s": 0.0, "write_s": 0.0}
 
-    def save(self, data: TensorDictBase, iteration: int, *, overwrite: bool = False, metadata: Any = None) -> Path:
+    def save(
+        self,
+        data: TensorDictBase,
+        iteration: int,
+        *,
+        overwrite: bool = False,
+        metadata: Any = None,
+        extra: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Path:
         """Save a rollout in the background.
 
         Blocks while the batch is copied, and while the queue is full if the policy says so.
@@ -111,6 +120,7 @@ class RolloutStorage:
             iteration: The iteration that collected it.
             overwrite: Whether to replace a rollout of the same iteration.
             metadata: A JSON value to store with it.
+            extra: Arrays to store beside it, such as what all environments have in common; copied.
 
         Returns:
             The path that the file will have.
@@ -127,6 +137,7 @@ class RolloutStorage:
         values = json.loads(json.dumps({"iteration": iteration, "metadata": metadata, "time": time.time()}))
         with self._reserved(iteration, path, overwrite=overwrite), self._worker.room(str(path)) as put:
             rollout = split_batch(data)
+            add_extra(rollout, extra)
             handle = put(self._write, rollout, path, values)
             with self._lock:
                 self._forget_finished()

@@ -23,9 +23,11 @@ from slipstream.errors import StateMismatchError
 from slipstream.nav.config import NavigationConfig
 from slipstream.nav.env import NavigationEnv
 from slipstream.rl.network import NavRLPolicy
+from slipstream.run.world import World
 from slipstream.train.schedule import collision_penalty
 from slipstream.train.settings import TrainSettings
 from slipstream.train.startup import BYTES_PER_STEP, prepare_process
+from slipstream.train.worlds import ObstacleTracks
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -69,6 +71,7 @@ def make_collector(
     *,
     threads: int | None = None,
     begin: Callable[[int], None] | None = None,
+    tracks: ObstacleTracks | None = None,
 ) -> Any:
     """Return what yields rollouts, by the plan that the settings ask for.
 
@@ -78,6 +81,7 @@ def make_collector(
         policy: What acts.
         threads: How many threads torch uses where rollouts are collected; None leaves that as it is.
         begin: Called with the number of each rollout before it is collected.
+        tracks: Keeps where the obstacles were.
     """
 
     def prepare(rollout: int) -> None:
@@ -86,6 +90,8 @@ def make_collector(
             torch.set_num_threads(threads)
         if begin is not None:
             begin(rollout)
+        if tracks is not None:
+            tracks.begin(rollout)
         env.simulation.collision_penalty = collision_penalty(settings, rollout)
 
     collector: Any = SerialCollector(env, policy, settings.algo.training_frame_num, before_rollout=prepare)
@@ -95,6 +101,17 @@ def make_collector(
     if settings.gpu_memory_limited:
         collector = CompressedDataCollector(collector)
     return collector
+
+
+def make_tracks(settings: TrainSettings, env: NavigationEnv) -> ObstacleTracks | None:
+    """Return what keeps the positions of the obstacles for rollouts that are saved; None if none is."""
+    if not settings.rollout_save_interval and not settings.compress_lidar:
+        return None
+    # The rollout that is saved, those that are ready, and the one that is being collected.
+    num_kept = 2
+    if settings.use_pipelined_collector:
+        num_kept += settings.prefetch_count + 1
+    return ObstacleTracks(env, num_kept)
 
 
 class LocalDrones:
@@ -111,7 +128,13 @@ class LocalDrones:
         self._group = group
         self._is_ahead = settings.use_pipelined_collector
         # One after another: while they are created, they borrow the global generator.
-        self._collectors = [_make_shard_collector(settings, policy, shard, device) for shard in group.local_shards]
+        self._collectors: list[Any] = []
+        self._tracks: list[ObstacleTracks | None] = []
+        for shard in group.local_shards:
+            env = NavigationEnv(shard_navigation(settings, shard), device)
+            tracks = make_tracks(settings, env)
+            self._tracks.append(tracks)
+            self._collectors.append(_make_shard_collector(settings, env, policy, shard, tracks))
         self._iterators: list[Iterator[Any]] = []
         self._threads: int | None = None
         if settings.env.num_envs // settings.dist.shards < _DRONES_PER_THREAD:
@@ -133,6 +156,10 @@ class LocalDrones:
         if not self._is_ahead:
             return 0
         return int(self._collectors[0].staleness())
+
+    def worlds(self, rollout: int) -> list[World | None]:
+        """Return the world of each shard in a rollout; None where the positions of its obstacles are unknown."""
+        return [world_of_rollout(tracks, rollout) for tracks in self._tracks]
 
     def packing(self) -> list[dict[str, float]]:
         """Return for each shard what packing its rollouts has cost and saved; only if they are packed."""
@@ -161,10 +188,18 @@ def _is_packed(collector: Any) -> bool:
     return isinstance(collector, CompressedDataCollector)
 
 
-def _make_shard_collector(settings: TrainSettings, policy: NavRLPolicy, shard: int, device: torch.device) -> Any:
+def world_of_rollout(tracks: ObstacleTracks | None, rollout: int) -> World | None:
+    """Return the world of a rollout; None if the positions of its obstacles are unknown."""
+    if tracks is None:
+        return None
+    return tracks.world(rollout)
+
+
+def _make_shard_collector(
+    settings: TrainSettings, env: NavigationEnv, policy: NavRLPolicy, shard: int, tracks: ObstacleTracks | None
+) -> Any:
     """Return what yields the rollouts of one shard."""
-    env = NavigationEnv(shard_navigation(settings, shard), device)
-    generator = torch.Generator(device)
+    generator = torch.Generator(env.simulation.device)
 
     def begin(rollout: int) -> None:
         # As an actor would.
@@ -174,12 +209,12 @@ def _make_shard_collector(settings: TrainSettings, policy: NavRLPolicy, shard: i
         return policy.act(seen, generator=generator)
 
     if not settings.use_pipelined_collector:
-        return make_collector(settings, env, act, threads=1, begin=begin)
+        return make_collector(settings, env, act, threads=1, begin=begin, tracks=tracks)
     # Collected ahead, a policy has to be a module, of which the collector makes a copy with its own generators.
     with torch.random.fork_rng(devices=[]):
         # It takes the seed of these from the global generator.
         torch.default_generator.manual_seed(learner_seed(settings, shard))
-        return make_collector(settings, env, policy, threads=1)
+        return make_collector(settings, env, policy, threads=1, tracks=tracks)
 
 
 class RemoteDrones:
@@ -228,6 +263,10 @@ class RemoteDrones:
     def staleness(self) -> int:
         """Return how many versions older than the newest the weights are that the last rollouts were collected with."""
         return self._collector.staleness()
+
+    def worlds(self, rollout: int) -> list[World | None]:
+        """Return nothing for each shard: actors do not send where their obstacles were."""
+        return [None] * len(self._collector.shards)
 
     def packing(self) -> list[dict[str, float]]:
         """Return for each shard what packing its rollouts has cost and saved; only if they are packed."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from slipstream.errors import ConfigurationError
+from slipstream.run.folder import RunFolder
+from slipstream.run.metrics import MetricsWriter
 from slipstream.text import install_hint
-from slipstream.train.folder import RunFolder
 from slipstream.train.groups import WandbSettings
 from slipstream.train.settings import TrainSettings
 
@@ -28,28 +26,6 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Flush and close."""
-
-
-class JsonlLogger:
-    """One JSON object per line. A line is in the file when `log` returns, also if the process is killed then.
-
-    Args:
-        path: The file to append to.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
-
-    def log(self, values: Mapping[str, float], iteration: int) -> None:
-        """Append a line. NaN and infinity, which JSON does not have, become null."""
-        row = {"iteration": iteration, **{key: _plain(value) for key, value in values.items()}}
-        self._file.write(json.dumps(row).encode() + b"\n")
-
-    def close(self) -> None:
-        """Make the lines durable."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
 
 
 class TensorBoardLogger:
@@ -156,15 +132,9 @@ def make_loggers(settings: TrainSettings, config: dict[str, Any], folder: RunFol
                 "TensorBoard is not installed, so nothing is written for it: %s, or install tensorboard",
                 install_hint("train"),
             )
-    return [JsonlLogger(folder.metrics), *loggers]
+    return [MetricsWriter(folder.metrics), *loggers]
 
 
 def new_run_id() -> str:
     """Return a random identifier with which Weights & Biases recognises a resumed run."""
     return uuid.uuid4().hex[:8]
-
-
-def _plain(value: float) -> float | int | None:
-    if math.isfinite(value):
-        return value
-    return None

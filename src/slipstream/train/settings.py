@@ -39,6 +39,7 @@ from slipstream.rl.config import (
     resolve_precision,
 )
 from slipstream.rl.network import OBSERVATION_SHAPES
+from slipstream.run.folder import RunFolder
 from slipstream.store.urls import ObjectPath, as_path
 from slipstream.train.groups import (
     SETTING_OF,
@@ -321,6 +322,15 @@ def override_settings(settings: TrainSettings, overrides: Sequence[str]) -> Trai
 def to_yaml(settings: TrainSettings) -> str:
     """Return settings as the YAML that `settings_from` reads."""
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(settings)))
+
+
+def settings_of(run: RunFolder) -> TrainSettings:
+    """Return the settings of a run.
+
+    Raises:
+        ConfigurationError: If this is not the folder of a run, or its settings are invalid.
+    """
+    return load_yaml(run.require_config())
 
 
 def load_yaml(path: Path) -> TrainSettings:

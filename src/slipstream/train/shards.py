@@ -17,7 +17,15 @@ from slipstream.errors import StateMismatchError
 from slipstream.nav.env import STATS, NavigationEnv
 from slipstream.rl.network import NavRLPolicy
 from slipstream.rl.objective import SCRATCH_KEYS
-from slipstream.train.drones import LocalDrones, RemoteDrones, learner_seed, make_collector
+from slipstream.run.world import World, join_worlds
+from slipstream.train.drones import (
+    LocalDrones,
+    RemoteDrones,
+    learner_seed,
+    make_collector,
+    make_tracks,
+    world_of_rollout,
+)
 from slipstream.train.episodes import EpisodeStats, named_means
 from slipstream.train.settings import TrainSettings
 
@@ -55,7 +63,8 @@ class Undivided:
     def __init__(self, settings: TrainSettings, env: NavigationEnv, policy: NavRLPolicy) -> None:
         self.env = env
         self._is_ahead = settings.use_pipelined_collector
-        self._collector = make_collector(settings, env, policy)
+        self._tracks = make_tracks(settings, env)
+        self._collector = make_collector(settings, env, policy, tracks=self._tracks)
         self._episodes = EpisodeStats(settings.env.num_envs)
         self.parts: dict[str, Any] = {"collector": self._collector, "episodes": self._episodes}
 
@@ -93,6 +102,10 @@ class Undivided:
     def whole_rollout(self, rollout: Any) -> Any:
         """Return a rollout as it was collected, as a TensorDict."""
         return _as_collected(rollout)
+
+    def world(self, rollout: int) -> World | None:
+        """Return the world of a rollout; None if the positions of its obstacles are unknown."""
+        return world_of_rollout(self._tracks, rollout)
 
     def gather_states(self) -> dict[str, Any]:
         """Return nothing: all that changes is in `parts`."""
@@ -224,6 +237,22 @@ class Shards:
         if parts is None:
             return None
         return torch.cat(parts, 0)
+
+    def world(self, rollout: int) -> World | None:
+        """Return the world of all shards in a rollout in the first process, and None in the others.
+
+        None also if the positions of obstacles are unknown, such as those that Ray's actors fly around.
+
+        Raises:
+            RankLostError: If another process has exited.
+        """
+        gathered = self._group.gather(self._drones.worlds(rollout))
+        if gathered is None:
+            return None
+        worlds = [world for world in gathered if world is not None]
+        if len(worlds) < len(gathered):
+            return None
+        return join_worlds(worlds)
 
     def gather_states(self) -> dict[str, Any]:
         """Return the states of all shards of the run in the first process, and nothing in the others.

@@ -12,12 +12,18 @@ import torch
 from slipstream.dist.threads import local_world_size, numerics
 from slipstream.errors import ConfigurationError
 from slipstream.rollout.storage import RolloutStorage
+from slipstream.run.folder import CONFIG, LAST, RunFolder, find_run, follow_link
 from slipstream.store.urls import ObjectPath, as_path
 from slipstream.text import alternatives, format_bytes, plural
 from slipstream.threads import usable_cores
-from slipstream.train.folder import CONFIG, LAST, RunFolder, find_run, follow_link
 from slipstream.train.loggers import new_run_id
-from slipstream.train.settings import TrainSettings, compose_settings, override_settings, parse_overrides
+from slipstream.train.settings import (
+    TrainSettings,
+    compose_settings,
+    override_settings,
+    parse_overrides,
+    settings_of,
+)
 from slipstream.train.stored import find_stored, read_settings, require_same_run
 
 # A step of a rollout: observations twice, actions, rewards, statistics.
@@ -104,7 +110,7 @@ def open_run(overrides: Sequence[str]) -> tuple[TrainSettings, RunFolder, bool]:
         folder = _resumed_folder(overrides)
     if url is not None:
         settings = _stored_settings(overrides, url)
-        folder = find_run(settings)
+        folder = find_run(settings.run_dir, settings.name)
         require_same_run(settings, folder, url)
         is_stored = True
     elif folder is None:
@@ -185,7 +191,7 @@ def _resumed_settings(overrides: Sequence[str], folder: RunFolder) -> TrainSetti
     """Return the settings of a run, with those of the command line in their place."""
     given = {override.key_or_group: override for override in parse_overrides(overrides)}
     others = [override.input_line or "" for key, override in given.items() if key != "resume"]
-    settings = override_settings(folder.settings(), others)
+    settings = override_settings(settings_of(folder), others)
     _require_same_place(settings, folder, given)
     return settings
 
@@ -194,7 +200,7 @@ def _find_by_name(settings: TrainSettings) -> RunFolder:
     """Return the folder of a run by its name: a new one, or an existing one with ``resume=auto``."""
     if settings.name is None and settings.resume == "auto":
         raise ConfigurationError("resume=auto needs the name of the run: name=... is missing")
-    folder = find_run(settings)
+    folder = find_run(settings.run_dir, settings.name)
     if not folder.config.exists():
         return folder
     if settings.resume != "auto":
@@ -203,7 +209,7 @@ def _find_by_name(settings: TrainSettings) -> RunFolder:
         )
     if settings.wandb.run_id is None:
         # Weights & Biases finds the run by this number.
-        settings.wandb.run_id = folder.settings().wandb.run_id
+        settings.wandb.run_id = settings_of(folder).wandb.run_id
     return folder
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from slipstream.checkpoint.commits import CommittedRun
 from slipstream.checkpoint.finding import newest_first
 from slipstream.errors import ConfigurationError, StoreError
+from slipstream.run.folder import RunFolder
 from slipstream.store.urls import as_path
-from slipstream.train.folder import RunFolder
-from slipstream.train.settings import TrainSettings, settings_from
+from slipstream.train.settings import TrainSettings, settings_from, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,5 +65,5 @@ def require_same_run(settings: TrainSettings, folder: RunFolder, url: Path) -> N
     given = settings.checkpoint_url
     if given is None or as_path(given) != url:
         raise ConfigurationError(f"checkpoint_url={given} contradicts resume={url}: a resumed run keeps its URL")
-    if folder.config.exists() and folder.settings().checkpoint_url != given:
+    if folder.config.exists() and settings_of(folder).checkpoint_url != given:
         raise ConfigurationError(f"{folder.path} contains another run than {url}: choose another folder with run_dir=")

@@ -22,20 +22,20 @@ from slipstream.nav.frame import velocity_from_unit
 from slipstream.rl.network import NavRLPolicy
 from slipstream.rl.ppo import PPO, Minibatches
 from slipstream.rollout.storage import RolloutStorage
+from slipstream.run.folder import RunFolder
 from slipstream.train.changes import Change
 from slipstream.train.evaluation.flights import OnStep
 from slipstream.train.evaluation.jobs import Job, describe_conditions, run_jobs
 from slipstream.train.evaluation.pilots import policy_candidate
 from slipstream.train.evaluation.results import save_evaluation
 from slipstream.train.evaluation.scenarios import standard_scenarios
-from slipstream.train.folder import RunFolder
 from slipstream.train.loggers import Logger, make_loggers
 from slipstream.train.performance import PerformanceMonitor
 from slipstream.train.processes import process_device
 from slipstream.train.ranks import Ranks
 from slipstream.train.resuming import load_state, log_changes, read_checkpoint
 from slipstream.train.schedule import learning_rate_factor, teacher_coefficient
-from slipstream.train.settings import TrainSettings
+from slipstream.train.settings import TrainSettings, to_yaml
 from slipstream.train.shards import Shards, Undivided, make_group
 from slipstream.train.startup import make_storages, require_memory
 from slipstream.train.stopping import stopping_on_signals
@@ -347,8 +347,12 @@ class Trainer:
     def _save_rollout(self, rollout: Any, storage: RolloutStorage | None) -> None:
         """Save a rollout as it was collected. Only the first process has a storage, but all have parts."""
         whole = self.shards.whole_rollout(rollout)
+        world = self.shards.world(self.iteration - 1)
+        about: dict[str, Any] = {}
+        if world is not None:
+            about = {"metadata": world.metadata(), "extra": world.arrays()}
         if storage is not None:
-            self.ranks.write(functools.partial(storage.save, whole, self.iteration, overwrite=True))
+            self.ranks.write(functools.partial(storage.save, whole, self.iteration, overwrite=True, **about))
 
     def _save_checkpoint(self, rollout: Any) -> None:
         if self.settings.compress_lidar:
@@ -386,7 +390,8 @@ class Trainer:
         config = dataclasses.asdict(self.settings)
         self._loggers = make_loggers(self.settings, config, self.folder, self.iteration + 1) + self._own_loggers
         # Last: until here, something could still refuse the settings.
-        self.folder.begin(self.settings, self.iteration, self._changes)
+        changes = {change.name: {"from": change.before, "to": change.after} for change in self._changes}
+        self.folder.begin(to_yaml(self.settings), self.iteration, changes)
 
 
 def _is_due(iteration: int, interval: int) -> bool:

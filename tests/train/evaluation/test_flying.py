@@ -34,8 +34,9 @@ def flights_of(flown: Flown) -> tuple[Any, ...]:
     """Return everything about flights that does not depend on the time they took."""
     recorded = None
     if flown.flights is not None:
-        data = flown.flights.data
-        recorded = (data["drone", "position"].tolist(), data["drone", "outcome"].tolist(), flown.flights.world)
+        rollout = flown.flights.rollout
+        arrays = {name: array.tolist() for name, array in flown.flights.world.arrays().items()}
+        recorded = (rollout["info", "position"].tolist(), flown.flights.world.metadata(), arrays)
     columns = [getattr(flown.log, name).tolist() for name in FlightLog.__dataclass_fields__]
     return flown.title, columns, recorded
 

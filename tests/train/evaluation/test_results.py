@@ -10,11 +10,13 @@ import torch
 
 from slipstream import ConfigurationError, NavRLPolicy, load_rollout, policy_candidate
 from slipstream.nav import Simulation, velocity_from_unit
+from slipstream.report.flights import read_flights
+from slipstream.rollout.files import RolloutFile
+from slipstream.run.evaluation import OUTCOMES, choose_name, require_writable
 from slipstream.train.evaluation.compare import compare
-from slipstream.train.evaluation.flights import OUTCOMES
 from slipstream.train.evaluation.jobs import Job, describe_conditions, evaluate, run_jobs
 from slipstream.train.evaluation.pilots import Sensors
-from slipstream.train.evaluation.results import choose_name, require_writable, save_evaluation
+from slipstream.train.evaluation.results import save_evaluation
 from slipstream.train.evaluation.scenarios import Scenario, plan_flights
 from tests.train.conftest import small
 from tests.train.evaluation.conftest import CROWDED, EMPTY, FEW_BOXES, STILL, STRAIGHT, long_enough
@@ -104,10 +106,10 @@ def test_obstacles_have_left_their_origins_when_drones_start():
     unmoved = evaluate(STILL, small(), CROWDED, episodes=4, num_recorded=2, seed=2).flown
     assert flown.flights is not None
     assert unmoved.flights is not None
-    first = flown.flights.data["obstacle", "position"][0, 0]
-    other = unmoved.flights.data["obstacle", "position"][0, 0]
+    first = flown.flights.world.obstacles[0, 0]
+    other = unmoved.flights.world.obstacles[0, 0]
     # Both seeds have the same origins, so obstacles that had just started would be at the same places.
-    assert float((first - other).norm(dim=1).median()) > 1.0
+    assert np.median(np.linalg.norm(first - other, axis=1)) > 1.0
 
 
 def test_no_flight_on_the_line_is_flown_twice_even_if_nothing_moves():
@@ -134,12 +136,13 @@ def test_noise_and_latency_make_flights_worse_on_the_same_starts():
     late = evaluate(policy, long_enough(), EMPTY, episodes=8, num_recorded=3, sensors=Sensors(latency_s=1.0)).flown
     assert plain.flights is not None
     assert late.flights is not None
-    assert plain.flights.world["starts"] == late.flights.world["starts"]
+    starts = plain.flights.rollout["info", "position"][:, 0]
+    assert torch.equal(starts, late.flights.rollout["info", "position"][:, 0])
     assert late.title == "Empty world (latency 1 s)"
     assert not np.array_equal(plain.log.path_m, late.log.path_m)
 
 
-def test_flights_are_recorded_moment_by_moment_and_stay_where_they_ended(tmp_path):
+def test_flights_are_recorded_as_an_ordinary_rollout_with_its_world(tmp_path):
     result = evaluate(STRAIGHT, long_enough(), CROWDED, episodes=12, num_recorded=5)
     assert result.episodes == 12
     path, document = save_evaluation([result], tmp_path, "final", {"iteration": 3})
@@ -150,26 +153,37 @@ def test_flights_are_recorded_moment_by_moment_and_stay_where_they_ended(tmp_pat
     assert entry["simulation"]["start"] == "through"
     assert entry["map_seeds"] == [1000, 1001, 1002, 1003]
     flights = load_rollout(tmp_path / entry["flights"])
-    outcome = flights["drone", "outcome"][0]
-    position = flights["drone", "position"][0]
-    assert flights["drone", "lidar"].shape[2:] == (5, 36, 4)
-    assert flights["obstacle", "position"].shape[2:] == (80, 3)
-    assert (outcome[0] == 0).all()
-    assert (outcome[-1] > 0).all()
-    assert (outcome[1:] >= outcome[:-1]).all()
-    for drone in range(5):
-        end = int((outcome[:, drone] > 0).nonzero()[0])
-        assert (position[end:, drone] == position[end, drone]).all()
-        assert (position[end, drone] != position[end - 1, drone]).any()
-    assert result.flown.flights is not None
-    world = result.flown.flights.world
-    assert len(world["boxes"]) == 60
-    assert position[0].tolist() == world["starts"]
-    for start, goal, heading in zip(world["starts"], world["goals"], world["headings"], strict=True):
-        assert heading == pytest.approx(math.atan2(goal[1] - start[1], goal[0] - start[0]), abs=1e-4)
-    for drone, goal in enumerate(world["goals"]):
-        near = (position[-1, drone] - torch.tensor(goal)).norm() < 0.6
-        assert bool(near) == (OUTCOMES[outcome[-1, drone]] == "success")
+    num_drones, num_steps = flights.batch_size
+    assert num_drones == 5
+    done = flights["next", "done"].squeeze(2)
+    # The last flight ends with the rollout, and the others before.
+    assert done.any(1).all()
+    assert done[:, -1].any()
+    packed = read_flights(tmp_path / entry["flights"])
+    assert packed["ends"] == (done.int().argmax(1) + 1).tolist()
+    assert packed["map"] == 1000
+    assert len(packed["boxes"]) == 60
+    with RolloutFile(tmp_path / entry["flights"]) as file:
+        assert file.read_extra("obstacles").shape == (1, num_steps + 1, 80, 3)
+    for drone, (start, goal, heading) in enumerate(
+        zip(packed["starts"], packed["goals"], packed["headings"], strict=True)
+    ):
+        assert heading == pytest.approx(math.atan2(goal[1] - start[1], goal[0] - start[0]), abs=1e-3)
+        last = flights["next", "info", "position"][drone, packed["ends"][drone] - 1]
+        near = (last - torch.tensor(goal)).norm() < 0.6
+        assert bool(near) == (OUTCOMES[packed["outcomes"][drone]] == "success")
+
+
+def test_recorded_flights_are_those_that_are_counted_if_there_are_as_many_on_one_map():
+    scenario = Scenario("static", "Few boxes", "through", 1000, 1, 40, 80)
+    flown = evaluate(STRAIGHT, long_enough(), scenario, episodes=6, num_recorded=6).flown
+    assert flown.flights is not None
+    rollout = flown.flights.rollout
+    steps = rollout["next", "done"].squeeze(2).int().argmax(1) + 1
+    np.testing.assert_allclose(flown.log.flight_s, steps.numpy() * flown.config.dt_s)
+    for drone, num_steps in enumerate(steps.tolist()):
+        reached = bool(rollout["next", "info", "reached_goal"][drone, num_steps - 1])
+        assert reached == bool(flown.log.success[drone])
 
 
 def test_an_evaluation_replaces_only_one_of_the_same_policy_and_conditions(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.run.evaluation import Interval
 from slipstream.train.evaluation.statistics import (
-    Interval,
     effective_count,
     paired_difference,
     rate_interval,

@@ -1,6 +1,7 @@
 "use strict";
 // Draws the charts whose data the page holds, in the colours of its style sheet, and again when those change.
 (() => {
+  document.documentElement.dataset.charts = "drawing";
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const coarse = matchMedia("(pointer: coarse)").matches;
   const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -52,19 +53,24 @@
     const values = stacked ? [] : chart.series.flatMap((series) => [...series.y, ...(series.low || []), ...(series.high || [])]);
     const first = values[0];
     if (values.every((value) => value === first)) y.range = first ? [Math.min(0, 2 * first), Math.max(0, 2 * first)] : [0, 1];
+    // Nor is one place on the x axis worth more digits than it has.
+    const x = { ...axis, title: { ...axis.title, text: stacked ? "seconds" : plain(chart.x) } };
+    const places = stacked ? [] : chart.series.flatMap((series) => series.x);
+    if (places.length && places.every((value) => value === places[0]) && places[0]) x.range = [0, 1.25 * places[0]];
     return {
       autosize: true, barmode: "stack", bargap: 0.1, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       margin: { l: 8, r: 10, t: several ? (width < 480 && chart.series.length > 3 ? 46 : 26) : 10, b: 8 }, showlegend: several, hovermode: stacked ? "closest" : "x unified",
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 }, traceorder: "normal" },
       font: { family: getComputedStyle(document.body).fontFamily, color: variable("ink"), size: 12 },
       hoverlabel: { bgcolor: variable("card"), bordercolor: variable("edge"), font: { color: variable("ink"), size: 12 } },
-      xaxis: { ...axis, title: { ...axis.title, text: stacked ? "seconds" : plain(chart.x) } },
+      xaxis: x,
       yaxis: stacked ? { visible: false, fixedrange: true } : y, dragmode: coarse ? false : "zoom",
     };
   };
 
   const draw = () => Object.entries(charts).forEach(([identifier, chart]) => {
     const place = document.getElementById(identifier);
+    if (!place.data) place.replaceChildren();  // the drawing for readers without scripts
     const traces = chart.kind === "stack" ? stack(chart) : lines(chart);
     Plotly.react(place, traces, layout(chart, place.clientWidth), { responsive: true, displayModeBar: false });
   });

@@ -1,6 +1,7 @@
 "use strict";
 // Plays recorded flights, seen from above, on a canvas.
 (() => {
+  document.documentElement.dataset.flights = "playing";  // the style sheet now shows the player instead of a still picture
   const OUTCOMES = [
     { key: "flying", label: "flying", said: "is flying" },
     { key: "reached", label: "reached the goal", said: "reached its goal" },
@@ -21,7 +22,7 @@
 
   // Quantisation, as report/flights.py packs it: positions are int16 (x, y, z) in steps of step_m metres, level LiDAR
   // readings uint8 in steps of range_m / 255 (range minus distance: 0 sees nothing), little-endian, base64. Of each
-  // drone there is every stride-th moment until its flight ends, one drone after the other.
+  // drone there is every stride-th moment from the beginning of its flight to its end, one drone after the other.
   const bytes = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
 
   function open(number) {
@@ -32,9 +33,9 @@
     const moment = packed.dt_s * packed.stride;
     let first = 0;
     const drones = packed.ends.map((end, index) => {
-      const count = Math.ceil(end / packed.stride) + 1;
+      const begin = packed.begins[index], count = Math.ceil((end - begin) / packed.stride) + 1;
       const drone = {
-        index, count, outcome: packed.outcomes[index], end: end * packed.dt_s, start: packed.starts[index], goal: packed.goals[index],
+        index, count, outcome: packed.outcomes[index], begin: begin * packed.dt_s, end: end * packed.dt_s, start: packed.starts[index], goal: packed.goals[index],
         heading: packed.headings[index], positions: positions.subarray(3 * first, 3 * (first + count)),
         lidar: lidar.subarray(packed.beams * first, packed.beams * (first + count)),
       };
@@ -62,10 +63,12 @@
     };
     return [value(0), value(1), value(2)];
   }
-  const place = (scene, drone, time) => between(drone.positions, 0, 3, drone.count, Math.min(time, drone.end), scene.moment, scene.step_m);
+  const since = (drone, time) => Math.min(Math.max(time, drone.begin), drone.end) - drone.begin;
+  const place = (scene, drone, time) => between(drone.positions, 0, 3, drone.count, since(drone, time), scene.moment, scene.step_m);
   const momentCount = (scene) => Math.ceil((scene.num_moments - 1) / scene.stride) + 1;
   const mover = (scene, index, time) =>
     between(scene.obstacles, 3 * index, 3 * scene.widths.length, momentCount(scene), time, scene.moment, scene.step_m);
+  const begun = (drone, time) => time >= drone.begin - 1e-9;
   const over = (drone, time) => drone.outcome > 0 && time >= drone.end - 1e-9;
   const colorOf = (drone, time) => colors[OUTCOMES[over(drone, time) ? drone.outcome : 0].key];
 
@@ -158,6 +161,7 @@
 
   function drawEnds(scene, { x, y, ratio, scale }) {
     for (const drone of scene.drones) {
+      if (!begun(drone, state.time)) continue;
       const chosen = drone.index === state.selected, reached = over(drone, state.time) && drone.outcome === 1;
       const goal = [x(drone.goal[0]), y(drone.goal[1])], start = [x(drone.start[0]), y(drone.start[1])];
       pen.globalAlpha = chosen || reached ? 1 : 0.55;
@@ -180,7 +184,7 @@
     pen.beginPath();
     pen.moveTo(x(here[0]), y(here[1]));
     pen.lineTo(x(drone.goal[0]), y(drone.goal[1]));
-    if (!over(drone, state.time)) pen.stroke();
+    if (begun(drone, state.time) && !over(drone, state.time)) pen.stroke();
     pen.setLineDash([]);
     pen.globalAlpha = 1;
   }
@@ -189,8 +193,8 @@
     const begin = place(scene, drone, from), end = place(scene, drone, to);
     pen.beginPath();
     pen.moveTo(x(begin[0]), y(begin[1]));
-    const stop = Math.min(to, drone.end) / scene.moment;
-    for (let at = Math.floor(from / scene.moment) + 1; at < stop; at++) {
+    const stop = since(drone, to) / scene.moment;
+    for (let at = Math.floor(since(drone, from) / scene.moment) + 1; at < stop; at++) {
       pen.lineTo(x(drone.positions[3 * at] * scene.step_m), y(drone.positions[3 * at + 1] * scene.step_m));
     }
     pen.lineTo(x(end[0]), y(end[1]));
@@ -200,6 +204,7 @@
   function drawTrails(scene, screen) {
     pen.lineJoin = pen.lineCap = "round";
     for (const drone of scene.drones) {
+      if (!begun(drone, state.time)) continue;
       const chosen = drone.index === state.selected;
       pen.strokeStyle = colorOf(drone, state.time);
       pen.lineWidth = (chosen ? 2.4 : 1.3) * screen.ratio;
@@ -244,12 +249,13 @@
   }
 
   const reading = (scene, drone, time) => {
-    const at = Math.min(Math.round(Math.min(time, drone.end) / scene.moment), drone.count - 1);
+    const at = Math.min(Math.round(since(drone, time) / scene.moment), drone.count - 1);
     return drone.lidar.subarray(at * scene.beams, (at + 1) * scene.beams);
   };
 
   function drawLidar(scene, { x, y, scale, ratio }) {
     const drone = scene.drones[state.selected];
+    if (!begun(drone, state.time)) return;
     const [east, north] = place(scene, drone, state.time), seen = reading(scene, drone, state.time), centre = [x(east), y(north)];
     const ends = Array.from(seen, (value, beam) => {
       const angle = drone.heading + 2 * Math.PI * beam / scene.beams, distance = scene.range_m * (1 - value / 255);
@@ -296,15 +302,16 @@
   }
 
   function drawDrone(scene, drone, { x, y, ratio, dot }) {
+    if (!begun(drone, state.time)) return;
     const [east, north] = place(scene, drone, state.time), centre = [x(east), y(north)], chosen = drone.index === state.selected;
     const color = colorOf(drone, state.time), radius = (chosen ? 1.35 : 1) * dot;
     pen.strokeStyle = pen.fillStyle = color;
     if (over(drone, state.time)) {
-      const since = (state.time - drone.end) / PULSE_S;
-      if (since < 1 && !still.matches) {
-        pen.globalAlpha = 1 - since;
+      const passed = (state.time - drone.end) / PULSE_S;
+      if (passed < 1 && !still.matches) {
+        pen.globalAlpha = 1 - passed;
         pen.lineWidth = 2 * ratio;
-        circle(centre, dot * (1 + 4 * since));
+        circle(centre, dot * (1 + 4 * passed));
         pen.stroke();
         pen.globalAlpha = 1;
       }
@@ -345,7 +352,7 @@
 
   function tell(scene) {
     const counts = OUTCOMES.map(() => 0);
-    scene.drones.forEach((drone) => counts[over(drone, state.time) ? drone.outcome : 0]++);
+    scene.drones.filter((drone) => begun(drone, state.time)).forEach((drone) => counts[over(drone, state.time) ? drone.outcome : 0]++);
     legend.querySelectorAll("li").forEach((item, at) => {
       setText(item.querySelector("b"), String(counts[at]));
       item.classList.toggle("none", !counts[at]);
@@ -353,13 +360,13 @@
     setText(clock, `${state.time.toFixed(1)} / ${scene.duration.toFixed(1)} s`);
     if (document.activeElement !== scrubber || state.playing) scrubber.value = String(state.time);
     scrubber.setAttribute("aria-valuetext", `${state.time.toFixed(1)} seconds`);
-    const drone = scene.drones[state.selected], time = Math.min(state.time, drone.end), here = place(scene, drone, time);
+    const drone = scene.drones[state.selected], time = Math.min(Math.max(state.time, drone.begin), drone.end), here = place(scene, drone, time);
     const ahead = place(scene, drone, time + 0.1), behind = place(scene, drone, time - 0.1);
-    const passed = Math.min(time + 0.1, drone.end) - Math.max(time - 0.1, 0);
+    const passed = Math.min(time + 0.1, drone.end) - Math.max(time - 0.1, drone.begin);
     const speed = over(drone, time) || passed <= 0 ? 0 : Math.hypot(...ahead.map((value, axis) => value - behind[axis])) / passed;
     const nearest = Math.max(...reading(scene, drone, time));
     const shown = {
-      Outcome: OUTCOMES[over(drone, time) ? drone.outcome : 0].label,
+      Outcome: begun(drone, state.time) ? OUTCOMES[over(drone, time) ? drone.outcome : 0].label : "not begun yet",
       "To the goal": `${Math.hypot(...here.map((value, axis) => value - drone.goal[axis])).toFixed(1)} m`,
       Height: `${here[2].toFixed(1)} m`,
       Speed: `${speed.toFixed(1)} m/s`,
@@ -426,7 +433,7 @@
 
   // The flight to look at first: the longest that ended well.
   function interesting(scene) {
-    const worth = (drone) => (drone.outcome === 1 ? 1e6 : 0) + drone.end;
+    const worth = (drone) => (drone.outcome === 1 ? 1e6 : 0) + drone.end - drone.begin;
     return scene.drones.reduce((best, drone) => (worth(drone) > worth(best) ? drone : best)).index;
   }
 
@@ -445,6 +452,7 @@
     const counts = OUTCOMES.map((_, outcome) => scene.drones.filter((drone) => drone.outcome === outcome).length);
     const told = OUTCOMES.flatMap((outcome, at) => (counts[at] ? [`${counts[at]} ${outcome.label}`] : []));
     canvas.setAttribute("aria-label", `Flights of ${scene.drones.length} drones seen from above: ${told.join(", ")}`);
+    element("source").textContent = scene.source;
     const left = [];
     if (scene.num_recorded > scene.drones.length) left.push(`the first ${scene.drones.length} of ${scene.num_recorded} recorded drones`);
     if (scene.stride > 1) left.push(`every ${scene.stride}th moment, with straight lines between`);

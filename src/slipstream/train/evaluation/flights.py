@@ -1,4 +1,4 @@
-"""Fly simulations: every episode once, counted when it ends, and some flights recorded moment by moment."""
+"""Fly simulations: every episode once, counted when it ends, and some flights recorded as rollouts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.collect.serial import SerialCollector
 from slipstream.nav.config import NavigationConfig
+from slipstream.nav.env import NavigationEnv
 from slipstream.nav.observation import Observation
 from slipstream.nav.simulation import Outcome, Simulation
-from slipstream.tensors import import_tensordict
+from slipstream.run.evaluation import OUTCOMES
+from slipstream.run.world import World
 from slipstream.train.evaluation.pilots import Candidate, Pilot, Sensing, Sensors, make_sensing
 from slipstream.train.evaluation.scenarios import Part, Scenario
+from slipstream.train.worlds import world_of
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-OUTCOMES = ("flying", "success", "static_collision", "dynamic_collision", "out_of_bounds", "timeout")
-"""How an episode stands. Its number in files and tensors is the index into this tuple."""
+    from tensordict import TensorDictBase
 
 SEED = 1
 NO_FAULTS = Sensors()
+CHUNK_STEPS = 64  # of the rollouts that recorded flights consist of
 
 OnStep = Callable[[int, int], None]
 
@@ -60,16 +62,16 @@ class FlightLog:
 
 @dataclass(frozen=True)
 class Flights:
-    """Recorded flights on one map.
+    """Recorded flights on one map: the first episode of each drone.
 
     Attributes:
-        data: TensorDict ``[1, moments]`` with ``("drone", "position" | "lidar" | "outcome")`` and
-            ``("obstacle", "position")``.
-        world: What does not move, as JSON values.
+        rollout: An ordinary rollout ``[drones, steps]`` that contains these episodes. A drone whose flight has ended
+            is reset and hovers until the last flight ends.
+        world: What stood and moved around the drones.
     """
 
-    data: TensorDict
-    world: dict[str, Any]
+    rollout: TensorDictBase
+    world: World
 
 
 @dataclass(frozen=True)
@@ -207,39 +209,67 @@ def record_flights(
         on_step: Called after each step with the number of flights that have ended.
     """
     alone = replace(config, num_maps=1, map_repeats=1, num_envs=count)
-    simulation = Simulation(alone, device)
-    recorder = _Recorder(simulation)
-    sense = make_sensing(sensors, alone, alone.seed)
-    fly_episodes(candidate.make_pilot(alone), simulation, sense, recorder, on_step)
-    return recorder.flights()
+    env = NavigationEnv(alone, device)
+    track: list[torch.Tensor] = []
+    env.simulation.obstacle_track = track
+    act = _Recorded(candidate.make_pilot(alone), make_sensing(sensors, alone, alone.seed))
+    chunks = []
+    flying = torch.ones(count, dtype=torch.bool, device=device)
+    with SerialCollector(env, act, num_steps=CHUNK_STEPS) as collector:
+        while flying.any():
+            rollout = collector.collect()
+            chunks.append(rollout.cpu())
+            flying &= ~rollout["next", "done"].squeeze(2).any(1)
+            if on_step is not None:
+                on_step(count - int(flying.sum()))
+    whole: TensorDictBase = torch.cat(chunks, 1)
+    # Without the steps of the last chunk after the end of the last flight.
+    first_ends = whole["next", "done"].squeeze(2).int().argmax(1)
+    num_steps = int(first_ends.max()) + 1
+    return Flights(whole[:, :num_steps].contiguous(), world_of(env.simulation, track[: num_steps + 1]))
+
+
+class _Recorded:
+    """A pilot as the policy of a collector, for the first episode of each drone. Later episodes hover."""
+
+    def __init__(self, pilot: Pilot, sense: Sensing) -> None:
+        self._pilot = pilot
+        self._sense = sense
+        self._num_steps = 0
+
+    def __call__(self, seen: TensorDictBase) -> TensorDictBase:
+        # A drone that has been reset is in a later episode than the first: it has done fewer steps than were flown.
+        flying = seen["stats", "episode_len"].squeeze(1) >= self._num_steps
+        self._num_steps += 1
+        parts = seen["agents", "observation"]
+        observation = Observation(parts["state"], parts["lidar"], parts["direction"], parts["dynamic_obstacle"])
+        seen["agents", "action"] = _command(self._pilot, self._sense(observation), flying)
+        return seen
 
 
 def fly_episodes(
     pilot: Pilot,
     simulation: Simulation,
     sense: Sensing,
-    recorder: _Recorder | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> Tally:
     """Fly one episode with each drone of a simulation.
+
+    Flights that are only counted do not go through a collector, which takes half as long again: it resets drones whose
+    flight has ended, and makes rollouts that nobody keeps.
 
     Args:
         pilot: What flies.
         simulation: Where; it is reset first.
         sense: Returns what the pilot gets to see of an observation.
-        recorder: Keeps every moment, if given.
         on_step: Called after each step with the number of episodes that have ended.
     """
     observation = simulation.reset()
     tally = Tally(simulation)
-    if recorder is not None:
-        recorder.add(observation, tally)
     while tally.num_ended < len(tally.outcome):
         outcome = simulation.step(_command(pilot, sense(observation), tally.outcome == 0))
         observation = outcome.observation
         tally.add(outcome)
-        if recorder is not None:
-            recorder.add(observation, tally)
         if on_step is not None:
             on_step(tally.num_ended)
     return tally
@@ -299,61 +329,6 @@ class Tally:
         ):
             self.outcome[flying & holds] = OUTCOMES.index(name)
         self.num_ended = int((self.outcome > 0).sum())
-
-
-class _Recorder:
-    """Keeps every moment of the flights of a simulation with one map."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-        self._positions: list[torch.Tensor] = []
-        self._lidar: list[torch.Tensor] = []
-        self._outcomes: list[torch.Tensor] = []
-        self._obstacles: list[torch.Tensor] = []
-
-    def add(self, observation: Observation, tally: Tally) -> None:
-        """Keep a moment; a drone whose flight has ended stays as it was then."""
-        lidar = observation.lidar[:, 0]
-        if self._outcomes:
-            ended = self._outcomes[-1] > 0
-            lidar = torch.where(ended[:, None, None], self._lidar[-1], lidar)
-        self._positions.append(tally.position_m.clone())
-        self._lidar.append(lidar.clone())
-        self._outcomes.append(tally.outcome.clone())
-        self._obstacles.append(self._simulation.obstacles.position_m.clone())
-
-    def flights(self) -> Flights:
-        """Return what was kept."""
-        drone = {
-            "position": _stack(self._positions),
-            "lidar": _stack(self._lidar),
-            "outcome": _stack(self._outcomes),
-        }
-        parts = {"drone": drone, "obstacle": {"position": _stack(self._obstacles)}}
-        data = import_tensordict().TensorDict(parts, batch_size=[1, len(self._outcomes)])
-        simulation = self._simulation
-        config = simulation.config
-        task = simulation.task
-        boxes = simulation.boxes
-        corners = torch.cat([boxes.low_m, boxes.high_m, boxes.height_m.unsqueeze(1)], 1)
-        world = {
-            "format": "slipstream.flights",
-            "version": 1,
-            "dt_s": config.dt_s,
-            "half_extent_m": config.map_half_extent_m,
-            "lidar_range_m": config.lidar.range_m,
-            "starts": task.start_m.tolist(),
-            "goals": task.goal_m.tolist(),
-            "headings": torch.atan2(task.heading[:, 1], task.heading[:, 0]).tolist(),
-            "boxes": corners.tolist(),
-            "obstacle_widths_m": simulation.obstacles.width_m.tolist(),
-            "obstacle_is_cylinder": simulation.obstacles.standing.tolist(),
-        }
-        return Flights(data, world)
-
-
-def _stack(moments: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(moments).unsqueeze(0).cpu()
 
 
 def _log_of(tally: Tally, part: Part) -> FlightLog:

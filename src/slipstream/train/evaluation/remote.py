@@ -12,6 +12,7 @@ from slipstream import __version__
 from slipstream.checkpoint.buffers import pack_state, unpack_state
 from slipstream.collect.cluster import connected
 from slipstream.errors import ConfigurationError, CorruptFileError, FormatVersionError, OrderError
+from slipstream.run.world import ARRAYS, World
 from slipstream.train.evaluation.flights import FlightLog, Flights, Flown, FlownPart, OnStep
 from slipstream.train.evaluation.flying import Plan, Progress, Task, fly_task, join_plans, list_tasks
 from slipstream.train.groups import RaySettings
@@ -83,7 +84,8 @@ def _fly(plans: Sequence[Plan], task: Task, version: str) -> bytes:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return pack_state({"error": reason, "traceback": "".join(traceback.format_exception(error))})
     if isinstance(result, Flights):
-        return pack_state({"data": result.data, "world": result.world})
+        arrays = {name: torch.from_numpy(array) for name, array in result.world.arrays().items()}
+        return pack_state({"rollout": result.rollout, "world": vars(result.world) | arrays})
     return pack_state({"log": vars(result.log), "num_steps": result.num_steps, "seconds": result.seconds})
 
 
@@ -106,4 +108,7 @@ def _receive(ray: Any, reference: Any, title: str) -> FlownPart | Flights:
         raise failure
     if "log" in state:
         return FlownPart(FlightLog(**state["log"]), state["num_steps"], state["seconds"])
-    return Flights(state["data"], state["world"])
+    world = dict(state["world"])
+    for name in ARRAYS:
+        world[name] = world[name].numpy()
+    return Flights(state["rollout"], World(**world))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.errors import ConfigurationError
 from slipstream.rollout.batch import save_rollout_compressed
-from slipstream.store.local import atomic_write, make_folder, open_regular
-from slipstream.train.evaluation.flights import OUTCOMES, Flown
+from slipstream.run.evaluation import OUTCOMES, RATES, Interval, write_evaluation
+from slipstream.store.local import make_folder
+from slipstream.train.evaluation.flights import Flown
 from slipstream.train.evaluation.scenarios import Scenario
-from slipstream.train.evaluation.statistics import Interval, rate_interval, ratio_interval
-
-FORMAT = "slipstream.evaluation"
-VERSION = 2
-RATES = OUTCOMES[1:]
+from slipstream.train.evaluation.statistics import rate_interval, ratio_interval
 
 
 @dataclass(frozen=True)
@@ -132,85 +125,12 @@ def save_evaluation(
         flown = result.flown
         if flown.flights is not None:
             file = f"{name}_{_file_part(flown)}.slip"
-            save_rollout_compressed(flown.flights.data, folder / file, metadata=flown.flights.world)
+            world = flown.flights.world
+            save_rollout_compressed(
+                flown.flights.rollout, folder / file, metadata=world.metadata(), extra=world.arrays()
+            )
         entries.append(result.to_json(file))
-    document = {"format": FORMAT, "version": VERSION, **about, "time": time.time(), "results": entries}
-    # Through JSON and back: tuples become lists, so the returned document equals the file.
-    text = json.dumps(document, indent=2)
-    path = folder / f"{name}.json"
-    with atomic_write(path) as stream:
-        stream.write(text.encode())
-    content: dict[str, Any] = json.loads(text)
-    return path, content
-
-
-def choose_name(folder: Path, stem: str, about: Mapping[str, Any], kind: str = FORMAT) -> str:
-    """Return a name under which an evaluation replaces only an earlier one of the same policy and conditions.
-
-    Args:
-        folder: Where evaluations are.
-        stem: The name if it is free; otherwise a number is added.
-        about: What the evaluation says about itself; see `save_evaluation`.
-        kind: The format of the files.
-    """
-    name = stem
-    number = 2
-    while not may_replace(folder / f"{name}.json", about, kind):
-        name = f"{stem}_{number}"
-        number += 1
-    return name
-
-
-def may_replace(path: Path, about: Mapping[str, Any], kind: str = FORMAT) -> bool:
-    """Return whether a file is missing, or of this format and says the same about itself."""
-    if not os.path.lexists(path):
-        return True
-    return _read_same(path, about, kind) is not None
-
-
-def recorded_evaluation(folder: Path, name: str, about: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return an evaluation of the same policy under the same conditions that was written before; None if there is none.
-
-    Args:
-        folder: Where evaluations are.
-        name: Of its file.
-        about: What it must say about itself; see `save_evaluation`.
-    """
-    document = _read_same(folder / f"{name}.json", about, FORMAT)
-    if document is None or document.get("version") != VERSION or not document.get("results"):
-        return None
-    return document
-
-
-def _read_same(path: Path, about: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
-    """Return the content of a file that is of this format and says the same about itself; None for any other."""
-    try:
-        with open_regular(path) as file:
-            document = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(document, dict) or document.get("format") != kind:
-        return None
-    wanted = json.loads(json.dumps(about))
-    if any(document.get(key) != value for key, value in wanted.items()):
-        return None
-    return document
-
-
-def require_writable(folder: Path) -> None:
-    """Require a folder that files can be written to, or that can be created, before hours of work depend on it.
-
-    Raises:
-        ConfigurationError: If it is a file, or cannot be created or written to.
-    """
-    try:
-        make_folder(folder)
-        probe = folder / f".slipstream-{os.getpid()}"
-        with probe.open("xb"):
-            pass
-        probe.unlink()
-    except OSError as error:
-        raise ConfigurationError(f"{folder}: cannot write evaluations there ({error.strerror or error})") from error
+    return write_evaluation(entries, folder, name, about)
 
 
 def _file_part(flown: Flown) -> str:

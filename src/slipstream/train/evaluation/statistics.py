@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.run.evaluation import Interval
+
 NUM_RESAMPLES = 4000
 RESAMPLING_SEED = 20_000
 SIGNIFICANCE = 0.05
@@ -30,31 +32,6 @@ _PERCENTILES = (2.5, 97.5)
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean and its 95 % confidence interval.
-
-    Attributes:
-        mean: The estimate.
-        low: Lower end of the interval; minus infinity if there is only one value, and no limit.
-        high: Upper end of the interval; infinity if there is only one value, and no limit.
-    """
-
-    mean: float
-    low: float
-    high: float
-
-    def to_json(self) -> dict[str, float | None]:
-        """Return JSON values; JSON has no infinity, so an end that is infinite becomes null."""
-        ends = {"low": self.low, "high": self.high}
-        values: dict[str, float | None] = {"mean": self.mean}
-        for name, end in ends.items():
-            values[name] = None
-            if math.isfinite(end):
-                values[name] = end
-        return values
 
 
 @dataclass(frozen=True)

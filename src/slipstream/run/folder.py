@@ -8,15 +8,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigurationError, LockedError
+from slipstream.run.metrics import forget_after, read_rows, write_rows
 from slipstream.store.local import atomic_write, make_folder, open_regular, sync_folder
 from slipstream.store.lock import FileLock
-from slipstream.train.changes import Change
-from slipstream.train.settings import TrainSettings, load_yaml, to_yaml
 
 LAST = "last"
 CONFIG = "config.yaml"
@@ -54,8 +53,8 @@ class RunFolder:
         """Return whether the run has a checkpoint, intact or not."""
         return self.checkpoints.is_dir() and any(self.checkpoints.glob("checkpoint_iter_*.slip"))
 
-    def settings(self) -> TrainSettings:
-        """Return the settings of the run.
+    def require_config(self) -> Path:
+        """Return the path of the settings.
 
         Raises:
             ConfigurationError: If this is not the folder of a run.
@@ -64,7 +63,7 @@ class RunFolder:
             raise ConfigurationError(f"{self.path} is not a folder, expected the folder of a run")
         if not self.config.is_file():
             raise ConfigurationError(f"{self.path} has no {CONFIG}, so it is not the folder of a run")
-        return load_yaml(self.config)
+        return self.config
 
     def require_restored(self, iteration: int) -> None:
         """Refuse to start over beside the checkpoints of a run.
@@ -107,35 +106,35 @@ class RunFolder:
         sync_folder(self.path.parent)
         return True
 
-    def begin(self, settings: TrainSettings, iteration: int, changes: Sequence[Change] = ()) -> None:
+    def begin(self, config: str, iteration: int, changes: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Write the settings, record what changed since the checkpoint, and point ``last`` beside the folder to it.
 
         Call it after `claim`, when nothing can refuse the settings any more: a run with wrong ones does not resume.
 
         Args:
-            settings: The settings to train with from now on.
+            config: The settings to train with from now on, as YAML.
             iteration: How many iterations are done.
-            changes: What differs from the settings of the checkpoint that is resumed.
+            changes: What differs from the settings of the checkpoint that is resumed: ``from`` and ``to`` of each
+                setting.
 
         Raises:
             WriteError: If a file cannot be written.
         """
         with atomic_write(self.config) as file:
-            file.write(to_yaml(settings).encode())
+            file.write(config.encode())
         self._record(iteration, changes)
         self._link()
 
-    def _record(self, iteration: int, changes: Sequence[Change]) -> None:
+    def _record(self, iteration: int, changes: Mapping[str, Mapping[str, Any]] | None) -> None:
         """Add a line to ``changes.jsonl`` if there are changes."""
         # Lines of this iteration are from a resume that left no checkpoint. What still applies is in `changes`.
         forget_after(self.changes, iteration - 1)
         if not changes:
             return
-        values = {change.name: {"from": change.before, "to": change.after} for change in changes}
         rows = []
         if self.changes.exists():
-            rows = read_metrics(self.changes)
-        _write_rows(self.changes, [*rows, {"iteration": iteration, "changes": values}])
+            rows = read_rows(self.changes)
+        write_rows(self.changes, [*rows, {"iteration": iteration, "changes": changes}])
 
     def _link(self) -> None:
         """Point ``last`` to this folder."""
@@ -194,11 +193,16 @@ class RunFolder:
         self._lock.release()
 
 
-def find_run(settings: TrainSettings) -> RunFolder:
-    """Return the folder for a run, which need not exist: that of its name, or of the current time."""
-    parent = Path(settings.run_dir).expanduser()
-    if settings.name is not None:
-        return RunFolder(follow_link(parent / settings.name))
+def find_run(run_dir: str | os.PathLike[str], name: str | None) -> RunFolder:
+    """Return the folder for a run, which need not exist.
+
+    Args:
+        run_dir: The folder of all runs; ``~`` is the home folder.
+        name: The name of the run; None is the current time, with a number if that is taken.
+    """
+    parent = Path(run_dir).expanduser()
+    if name is not None:
+        return RunFolder(follow_link(parent / name))
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     path = parent / stamp
     number = 1
@@ -216,33 +220,3 @@ def follow_link(path: Path) -> Path:
     if path.is_symlink():
         return Path(os.path.realpath(path))
     return path
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``, without what a crash cut off."""
-    rows = []
-    with open_regular(path) as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    rows.append(row)
-    return rows
-
-
-def forget_after(path: Path, iteration: int) -> None:
-    """Drop the lines of later iterations from a ``metrics.jsonl``, and what a crash cut off."""
-    if not path.exists():
-        return
-    kept = []
-    for row in read_metrics(path):
-        number = row.get("iteration")
-        if isinstance(number, int) and number <= iteration:
-            kept.append(row)
-    _write_rows(path, kept)
-
-
-def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    lines = [json.dumps(row) + "\n" for row in rows]
-    with atomic_write(path) as file:
-        file.write("".join(lines).encode())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.report.counters import added, find_stalls, running_time_s, total
-from slipstream.report.metrics import MAX_COLUMNS, MAX_LINE_BYTES, MAX_POINTS, read_metrics, thin
+from slipstream.run.metrics import MAX_COLUMNS, MAX_LINE_BYTES, MAX_POINTS, read_metrics, thin
 
 
 @pytest.fixture

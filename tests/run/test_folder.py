@@ -7,15 +7,18 @@ import sys
 import pytest
 
 from slipstream import ConfigurationError
-from slipstream.train.changes import Change
-from slipstream.train.folder import RunFolder, find_run, follow_link, read_metrics
-from tests.train.conftest import small
+from slipstream.run.folder import RunFolder, find_run, follow_link
+from slipstream.run.metrics import read_rows
+
+CONFIG = "seed: 7\n"
+GAMMA = {"algo.gamma": {"from": 0.97, "to": 0.95}}
+FRAMES = {"max_frame_num": {"from": 768, "to": 900}}
 
 
 def begin(path):
     folder = RunFolder(path)
     folder.claim()
-    folder.begin(small(), 0)
+    folder.begin(CONFIG, 0)
     folder.release()
     return folder
 
@@ -41,24 +44,24 @@ def test_a_process_that_loses_the_race_for_a_new_folder_leaves_the_winners_run_a
     # The winner creates and locks the folder after the loser found that it does not exist.
     winner = RunFolder(tmp_path / "x")
     loser = RunFolder(tmp_path / "x")
-    make_folder = "slipstream.train.folder.make_folder"
+    make_folder = "slipstream.run.folder.make_folder"
 
     def overtaken(path):
         monkeypatch.undo()
         winner.claim()
-        winner.begin(small(), 0)
+        winner.begin(CONFIG, 0)
 
     monkeypatch.setattr(make_folder, overtaken)
     with pytest.raises(ConfigurationError, match="another process trains there"):
         loser.claim()
     loser.release()
-    assert winner.settings() == small()
+    assert winner.require_config().read_text() == CONFIG
     winner.release()
 
 
 def test_a_lock_of_another_process_is_respected_until_it_ends(tmp_path):
     script = f"""
-from slipstream.train.folder import RunFolder
+from slipstream.run.folder import RunFolder
 folder = RunFolder({str(tmp_path / "x")!r})
 folder.claim()
 print("claimed", flush=True)
@@ -108,7 +111,7 @@ def test_evaluations_and_metrics_of_later_iterations_are_deleted(tmp_path):
     folder.metrics.write_text('{"iteration": 3}\n{"iteration": 4}\n')
     folder.forget_after(3)
     assert sorted(path.name for path in folder.evaluations.iterdir()) == ["final.json", *names[:2]]
-    assert read_metrics(folder.metrics) == [{"iteration": 3}]
+    assert read_rows(folder.metrics) == [{"iteration": 3}]
 
 
 def test_the_final_evaluation_of_an_iteration_that_is_repeated_is_deleted_with_its_flights(tmp_path):
@@ -129,18 +132,18 @@ def test_the_final_evaluation_of_an_iteration_that_is_repeated_is_deleted_with_i
 def test_changes_are_recorded_once_and_again_from_an_earlier_checkpoint(tmp_path):
     folder = begin(tmp_path / "x")
     assert not folder.changes.exists()
-    first = {"iteration": 3, "changes": {"algo.gamma": {"from": 0.97, "to": 0.95}}}
-    second = {"iteration": 5, "changes": {"max_frame_num": {"from": 768, "to": 900}}}
+    first = {"iteration": 3, "changes": GAMMA}
+    second = {"iteration": 5, "changes": FRAMES}
     for _ in range(2):
-        folder.begin(small(), 3, [Change("algo.gamma", 0.97, 0.95)])
-    folder.begin(small(), 5, [Change("max_frame_num", 768, 900)])
-    assert read_metrics(folder.changes) == [first, second]
+        folder.begin(CONFIG, 3, GAMMA)
+    folder.begin(CONFIG, 5, FRAMES)
+    assert read_rows(folder.changes) == [first, second]
     # The checkpoints of iterations 3 to 5 are lost, so what changed there applies from iteration 2 on.
-    folder.begin(small(), 2, [Change("algo.gamma", 0.97, 0.95)])
-    assert read_metrics(folder.changes) == [{**first, "iteration": 2}]
+    folder.begin(CONFIG, 2, GAMMA)
+    assert read_rows(folder.changes) == [{**first, "iteration": 2}]
 
 
 def test_a_run_is_not_found_under_a_name_that_is_taken_by_the_clock(tmp_path, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda _: "noon")
     (tmp_path / "noon").mkdir()
-    assert find_run(small(f"run_dir={tmp_path}")).path == tmp_path / "noon-2"
+    assert find_run(tmp_path, None).path == tmp_path / "noon-2"
