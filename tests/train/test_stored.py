@@ -17,7 +17,7 @@ from tests.train.ranks import SHARDED, content, finish, start, train
 
 # Stops as by a signal after the third iteration.
 STOPPED = """
-import os, signal
+import signal
 from slipstream.cli import main
 from slipstream.train.trainer import Trainer
 log = Trainer._log
@@ -25,7 +25,7 @@ log = Trainer._log
 def stop(trainer, values):
     log(trainer, values)
     if trainer.iteration == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
+        trainer.stop(signal.SIGTERM)
 
 Trainer._log = stop
 main()
