@@ -554,7 +554,7 @@ def test_runs_are_compared_by_results_settings_and_curves(builder, line, make_ev
     assert "extra \N{EN DASH} True" in words
     assert "seed 7" not in words
     charts = page.data("charts")
-    assert [(one["name"], one["color"], one["y"]) for one in charts["compared-evaluations"]["series"]] == [
+    assert [(one["name"], one["color"], one["y"]) for one in charts["evaluations-compared"]["series"]] == [
         ("one", "a", [0.5]),
         ("two", "b", [0.75]),
     ]

@@ -148,9 +148,9 @@ def test_a_complete_run_is_left_as_it_is(tmp_path, train, caplog):
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
 
 
-@pytest.mark.parametrize("plan", ["plain", "packed and pipelined"])
-def test_saved_rollouts_carry_the_obstacles_that_their_drones_observed(plan, tmp_path, train):
-    train("x", *PLANS[plan], "rollout_save_interval=2", "env.num_maps=2")
+@pytest.mark.parametrize("overrides", [(), PLANS["packed and pipelined"], ("dist.shards=2",)])
+def test_saved_rollouts_carry_the_obstacles_that_their_drones_observed(overrides, tmp_path, train):
+    train("x", *overrides, "rollout_save_interval=2", "env.num_maps=2")
     paths = list((tmp_path / "x/rollouts").glob("rollout_*.slip"))
     assert len(paths) == 3
     for path in paths:

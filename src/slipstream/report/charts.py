@@ -170,7 +170,7 @@ def _compare_evaluations(runs: Mapping[str, tuple[Metrics, Sequence[Evaluation]]
     if not series:
         return None
     data = {"kind": "points", "x": X_NAMES[x_key], "y": "share", "percent": True, "series": series}
-    return Chart("compared-evaluations", "Evaluations: flights that reached their goal", data, _summary(data))
+    return Chart("evaluations-compared", "Evaluations: flights that reached their goal", data, _summary(data))
 
 
 def _prepare(metrics: Metrics) -> Metrics:

@@ -49,7 +49,7 @@ def write_report(run: str | os.PathLike[str], output: str | os.PathLike[str] | N
 
     The page makes no request of any kind. An older report is replaced as a whole or not at all. Text from the run's
     files is shown and never executed. What is damaged is left out, named in the page and logged as a warning. Takes
-    memory for the metrics and the recorded flights of one scenario at a time.
+    memory for the metrics, and for one rollout at a time, recorded or saved by the training.
 
     Args:
         run: The run folder, or a link to it such as ``runs/last``; may still be growing.
