@@ -7,7 +7,8 @@ import pytest
 
 from slipstream import ConfigurationError
 from slipstream.train.changes import FIXED, FREE, RECORDED, require_resumable, rule_of, schedule_note
-from slipstream.train.settings import compose_settings, flatten
+from slipstream.train.overrides import flatten
+from slipstream.train.settings import compose_settings
 from tests.train.conftest import small
 
 RUN = Path("runs/first")

@@ -37,7 +37,7 @@ from slipstream.threads import background_threads
 if TYPE_CHECKING:
     from slipstream.checkpoint.snapshot import Snapshot
 
-# Smaller regions share an entry, because packing 256 KiB takes half as long again per byte as packing 1 MiB. If nothing
+# Smaller regions share an entry, because packing 256 KiB takes 1.5 times as long per byte as packing 1 MiB. If nothing
 # is packed, only the cost of an entry counts.
 _SMALL_BYTES = 512 << 10
 _SMALL_RAW_BYTES = 64 << 10

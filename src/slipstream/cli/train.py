@@ -117,7 +117,7 @@ def _train(processes: Processes | None, overrides: Sequence[str], *, evaluate: b
         was_complete = done >= settings.num_iterations
         for line in describe_start(settings, folder.path, done):
             screen.print(line)
-        # Not earlier: an attempt that was refused must not make the next one resume somebody else's run.
+        # Not earlier: an attempt that was refused must not make the next one resume another user's run.
         remember_begin(processes)
         with display:
             stopped = trainer.run()
@@ -132,7 +132,7 @@ def _train(processes: Processes | None, overrides: Sequence[str], *, evaluate: b
         print_json(outcome) if json else print_lines(*describe_outcome(outcome, settings, was_complete=was_complete))
     if stopped is not None:
         # As a shell reports a process that the signal ended, so that `train && export` stops here. But torchrun would
-        # take that for a failure, and start the run again that somebody has stopped.
+        # take that for a failure, and restart the run that a person has stopped.
         raise typer.Exit(0 if restarts_left() else 128 + stopped)
     if "report" in outcome and not settings.headless:
         typer.launch(Path(outcome["report"]).absolute().as_uri())

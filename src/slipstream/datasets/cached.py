@@ -104,7 +104,7 @@ class CacheSource:
     """The frames of one dataset in a cache.
 
     A process compares a frame with its checksum when it reads it for the first time: comparing every time would take
-    half as long again as reading. A frame that does not match, and all frames once the cache is gone or was replaced,
+    1.5 times as long as reading. A frame that does not match, and all frames once the cache is gone or was replaced,
     are read from the recorded file instead, which is logged.
     """
 

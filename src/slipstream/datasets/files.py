@@ -1,7 +1,7 @@
 """Open files of this process: few at a time, reopened when they are needed again, never shared by accident.
 
 Reads name their position, so threads and forked processes could share descriptors. They do not: after a fork the child
-closes its copies and opens files anew when it needs them, and a pickled table of files arrives with none open. What is
+closes its copies and reopens files when it needs them, and a pickled table of files arrives with none open. What is
 opened again is compared with what it was.
 """
 
@@ -205,7 +205,7 @@ def decode_each(function: Callable[[T], object], items: Sequence[T], threads: in
     """Call a function that uses OpenCV for every item, in parallel; no process is forked meanwhile.
 
     OpenCV takes a lock when a thread calls it for the first time, and when such a thread ends. A child that is forked
-    while a thread holds this lock would wait for it for ever, in its own first call and with Python's own lock held.
+    while a thread holds this lock would wait for it forever, in its own first call and with Python's own lock held.
     So OpenCV is called only by threads that have ended when this returns, and by the main thread, which never does.
 
     Args:
@@ -221,7 +221,7 @@ def decode_each(function: Callable[[T], object], items: Sequence[T], threads: in
 
 
 def _before_fork() -> None:
-    """Wait for decoding and for reads by HDF5: a child that is born in the middle would find both locked for ever."""
+    """Wait for decoding and for reads by HDF5: a child that is born in the middle would find both locked forever."""
     _fork_lock.acquire()
     # In the order in which a read takes them.
     for lock in [*_decoding_locks, *(table.hdf5_lock for table in list(_tables))]:

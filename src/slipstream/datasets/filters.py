@@ -104,7 +104,7 @@ def _fletcher32(payload: Bytes) -> Bytes:
 def _fletcher32_of(data: Bytes) -> int:
     words = np.concatenate([data, np.zeros(len(data) % 2, np.uint8)]).view(">u2").astype(np.uint64)
     first = second = np.uint64(0)
-    for start in range(0, len(words), 1 << 20):  # sums of so many products stay below 2**64
+    for start in range(0, len(words), 1 << 20):  # sums of this many products stay below 2**64
         block = words[start : start + (1 << 20)]
         weights = np.arange(len(block), 0, -1, dtype=np.uint64)
         second = (second + first * np.uint64(len(block)) + (block * weights).sum()) % np.uint64(65535)

@@ -18,7 +18,7 @@ from slipstream.datasets.epochs import EpochCounter
 from slipstream.datasets.ranks import find_ranks
 
 # `numpy.random` is imported by name, here: NumPy would import it on first use, perhaps in a thread, and a process that
-# is forked meanwhile would wait for that import for ever.
+# is forked meanwhile would wait for that import forever.
 
 
 class Randomness:

@@ -190,7 +190,7 @@ class Steps:
         """Forget the leaves that were declared in the block if it raises before steps were written.
 
         The open segment may have been packed by then, which changes no step. The caller holds `writing`: if it were
-        taken here, Ctrl-C on the way in or out would leave it locked for as long as somebody keeps the traceback.
+        taken here, Ctrl-C on the way in or out would leave it locked for as long as the traceback is kept.
         """
         before = (self.schema, list(self._columns), dict(self._raw), self._opening)
         num_writes = self._num_writes

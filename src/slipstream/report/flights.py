@@ -195,7 +195,7 @@ def _outcomes(arrays: dict[Key, Array]) -> Array:
         if name == "truncated":
             key = ("next", name)
         outcomes[arrays[key][..., 0] & done] = number
-    # An episode may end for another reason, in an environment that somebody else wrote.
+    # An episode may end for another reason, in an environment of the user.
     outcomes[done & (outcomes == FLYING)] = dict(ENDS)["truncated"]
     return outcomes
 

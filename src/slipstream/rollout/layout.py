@@ -254,8 +254,8 @@ def _parse(document: dict[str, Any]) -> Layout:
         batch_size=_sizes(document["batch_size"]),
         time_dim=time_dim,
         names=tuple(names),
-        fields=tuple(_parse_field(item) for item in _list(document["fields"])),
-        nodes=tuple(_parse_node(item) for item in _list(document["nodes"])),
+        fields=tuple(map(_parse_field, _list(document["fields"]))),
+        nodes=tuple(map(_parse_node, _list(document["nodes"]))),
     )
 
 

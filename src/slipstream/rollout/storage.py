@@ -21,7 +21,14 @@ from slipstream.codecs import Codec
 from slipstream.rollout.batch import BatchFile, split_batch
 from slipstream.rollout.files import add_extra, write_rollout, zstd_level
 from slipstream.rollout.layout import Key, Rollout
-from slipstream.rollout.uploads import MAX_WAITING, RolloutUploads, find_iterations, rollout_name, surplus
+from slipstream.rollout.uploads import (
+    MAX_WAITING,
+    RolloutUploads,
+    find_iterations,
+    iterations_in,
+    rollout_name,
+    surplus,
+)
 from slipstream.store.handle import Handle
 from slipstream.store.local import make_folder
 from slipstream.store.upload import spool_folder
@@ -155,7 +162,7 @@ class RolloutStorage:
         Raises:
             StoreError: If the object store cannot be read.
         """
-        numbers = find_iterations(path.name for path in self._disk.iterdir())
+        numbers = iterations_in(self._disk)
         if self._uploads is not None:
             numbers |= find_iterations(info.name for info in self._uploads.stored())
         return sorted(numbers)
@@ -312,7 +319,7 @@ class RolloutStorage:
     def _prune(self, newest: Path) -> None:
         """Delete the oldest files until the limits are met. The newest is never deleted."""
         found = []
-        for number in find_iterations(path.name for path in self._disk.iterdir()):
+        for number in iterations_in(self._disk):
             path = self._file(number)
             if path != newest:
                 age, size = _age_and_size(path)
@@ -331,7 +338,7 @@ class RolloutStorage:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                # Somebody else's file, or no permission: the save itself succeeded.
+                # A file of another user, or no permission: the save itself succeeded.
                 logger.warning("%s: cannot be deleted (%s)", path, error)
 
 

@@ -37,6 +37,11 @@ def find_iterations(names: Iterable[str]) -> set[int]:
     return numbers
 
 
+def iterations_in(folder: Path) -> set[int]:
+    """Return the iterations whose rollouts are in a folder."""
+    return find_iterations(path.name for path in folder.iterdir())
+
+
 def surplus(sizes: Mapping[str, int], keep_last: int | None, max_bytes: int | None) -> list[str]:
     """Return the names to delete, oldest first, so that the limits are met. The newest always stays.
 
@@ -123,7 +128,7 @@ class RolloutUploads:
     def waiting(self) -> list[Path]:
         """Return the rollouts on local disk, newest first: those in the store have no file there."""
         ages = {}
-        for number in find_iterations(path.name for path in self._folder.iterdir()):
+        for number in iterations_in(self._folder):
             path = self._folder / rollout_name(number)
             try:
                 ages[path] = path.stat().st_mtime_ns

@@ -183,7 +183,7 @@ class ObjectStore:
                 try:
                     check_name(name)
                 except ValueError:
-                    # Somebody else's object, or the marker of a folder.
+                    # An object of another program, or the marker of a folder.
                     continue
                 found[name] = FileInfo(name, meta["size"], meta["last_modified"].timestamp())
         return found

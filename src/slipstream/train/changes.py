@@ -14,8 +14,9 @@ from typing import Any, Literal, get_type_hints
 
 from slipstream.errors import ConfigurationError
 from slipstream.text import list_first
+from slipstream.train.overrides import flatten
 from slipstream.train.schedule import collision_penalty, learning_rate_factor, teacher_coefficient
-from slipstream.train.settings import TrainSettings, flatten, settings_from
+from slipstream.train.settings import TrainSettings, settings_from
 
 _MAX_LISTED = 4
 

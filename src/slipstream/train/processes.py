@@ -24,7 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from slipstream.dist.group import from_rank, portable
 from slipstream.errors import ConfigurationError
-from slipstream.train.settings import TrainSettings, parse_overrides
+from slipstream.train.overrides import parse_overrides
+from slipstream.train.settings import TrainSettings
 
 T = TypeVar("T")
 

@@ -18,7 +18,6 @@ from slipstream.text import install_hint
 
 try:
     from hydra import compose, initialize_config_dir
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override
     from hydra.errors import HydraException
     from omegaconf import DictConfig, OmegaConf
@@ -53,6 +52,7 @@ from slipstream.train.groups import (
     WandbSettings,
     shards_for,
 )
+from slipstream.train.overrides import first_line, flatten, parse_overrides
 
 CONF = Path(__file__).with_name("conf")
 MAX_SEED = 2**63 - 1
@@ -275,7 +275,7 @@ def compose_settings(overrides: Sequence[str] = ()) -> TrainSettings:
         try:
             composed = compose("train", overrides=list(overrides))
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigurationError(_first_line(error)) from error
+            raise ConfigurationError(first_line(error)) from error
     return settings_from(composed)
 
 
@@ -292,7 +292,7 @@ def settings_from(values: Mapping[str, Any] | DictConfig, source: str = "the con
         settings = cast("TrainSettings", OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
-        raise ConfigurationError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
+        raise ConfigurationError(f"{source}: {f'{key}: ' if key else ''}{first_line(error)}") from error
     # env.compile=False is a bool in YAML, and becomes 'False' here.
     settings.env.compile = settings.env.compile.lower()
     if settings.rollouts == "ray" and not settings.dist.shards:
@@ -344,42 +344,10 @@ def load_yaml(path: Path) -> TrainSettings:
     except Exception as error:
         if isinstance(error, OSError):
             raise
-        raise ConfigurationError(f"{path} is not YAML: {_first_line(error)}") from error
+        raise ConfigurationError(f"{path} is not YAML: {first_line(error)}") from error
     if not isinstance(values, DictConfig):
         raise ConfigurationError(f"{path} contains no settings")
     return settings_from(values, str(path))
-
-
-def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Parse the overrides of a command line.
-
-    Raises:
-        ConfigurationError: If one is not of the form ``key=value``.
-    """
-    try:
-        parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        culprit = next((text for text in overrides if "=" not in text), None)
-        problem = f"{culprit!r} is not an override" if culprit else _first_line(error)
-        raise ConfigurationError(f"{problem}, expected key=value such as env.num_envs=256") from error
-    for override in parsed:
-        _require_supported(override)
-    return parsed
-
-
-def _require_supported(override: Override) -> None:
-    """Refuse what Hydra's command line can do besides setting a value."""
-    text = override.input_line
-    if override.is_sweep_override():
-        raise ConfigurationError(
-            f"{text!r} is a sweep, which is not supported: start one training for each value, expected key=value"
-        )
-    if override.is_add() or override.is_delete():
-        raise ConfigurationError(f"{text!r} adds or deletes a setting, expected key=value")
-    if override.key_or_group.split(".")[0].split("/")[0] == "hydra":
-        raise ConfigurationError(
-            f"{text!r} configures Hydra itself, which is not supported: run_dir= and name= choose the folder of a run"
-        )
 
 
 def _check_known(override: Override, known: DictConfig) -> None:
@@ -396,21 +364,6 @@ def _check_known(override: Override, known: DictConfig) -> None:
     raise ConfigurationError(f"there is no setting {key!r}{hint}")
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by their full names, such as ``env.num_envs``."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def _is_folder_name(name: str) -> bool:
     """Return whether a run can have this name; ``last`` is the link to the newest run."""
     return name not in ("", ".", "..", "last") and Path(name).name == name
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -17,13 +17,8 @@ from slipstream.store.urls import ObjectPath, as_path
 from slipstream.text import alternatives, format_bytes, plural
 from slipstream.threads import usable_cores
 from slipstream.train.loggers import new_run_id
-from slipstream.train.settings import (
-    TrainSettings,
-    compose_settings,
-    override_settings,
-    parse_overrides,
-    settings_of,
-)
+from slipstream.train.overrides import parse_overrides
+from slipstream.train.settings import TrainSettings, compose_settings, override_settings, settings_of
 from slipstream.train.stored import find_stored, read_settings, require_same_run
 
 # A step of a rollout: observations twice, actions, rewards, statistics.

@@ -13,8 +13,9 @@ from slipstream.errors import ConfigurationError
 from slipstream.rl.network import Choice
 from slipstream.train.evaluation.pilots import Candidate, planner_candidate, policy_candidate, with_shield
 from slipstream.train.evaluation.scenarios import SCENARIO_NAMES, Scenario, standard_scenarios
+from slipstream.train.overrides import flatten, parse_overrides
 from slipstream.train.policy import load_policy
-from slipstream.train.settings import TrainSettings, compose_settings, flatten, override_settings, parse_overrides
+from slipstream.train.settings import TrainSettings, compose_settings, override_settings
 
 PLANNER = "planner"
 FAITHFUL = ("sim.dynamics=hummingbird", "sim.dt=0.016", "sim.response_delay=0.0", "env.max_episode_length=2200")
