@@ -26,7 +26,7 @@ Encoding = Literal["raw", "rgb", "bgr"]
 """What a row is: pixels, or a compressed image (JPEG, PNG, WebP) whose channels had this order when it was encoded."""
 
 _MAX_ROW_BYTES = 1 << 30
-REPACK = "`slipstream data ingest` stores resized frames, once, that are read in parallel"
+INGEST_HINT = "`slipstream data ingest` stores resized frames, once, that are read in parallel"
 
 
 @dataclass(frozen=True)

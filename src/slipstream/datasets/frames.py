@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.datasets.cameras import row_bytes, to_bytes
-from slipstream.datasets.chunks import REPACK, ChunkTable, FrameKind
+from slipstream.datasets.chunks import INGEST_HINT, ChunkTable, FrameKind
 from slipstream.datasets.files import Files, decode_each, pread_into
 from slipstream.datasets.filters import decode_chunk
 from slipstream.datasets.opening import dataset
@@ -353,10 +353,10 @@ def warn_if_slow(path: object, camera: str, kind: FrameKind) -> None:
     """Log what will be slow and what can be done about it, and which order of colors is assumed."""
     if kind.reading == "locked":
         reason = f"can be read by HDF5 only, one frame at a time ({kind.because})"
-        logger.warning("%s: the camera %s %s; %s", path, camera, reason, REPACK)
+        logger.warning("%s: the camera %s %s; %s", path, camera, reason, INGEST_HINT)
     elif kind.amplification > 2:
         reason = f"decodes {kind.amplification:.0f} times its size"
-        logger.warning("%s: reading a frame of the camera %s %s; %s", path, camera, reason, REPACK)
+        logger.warning("%s: reading a frame of the camera %s %s; %s", path, camera, reason, INGEST_HINT)
     if kind.color_assumed and kind.channels > 1:
         assumed = f"{kind.format} images of the camera {camera} are assumed to be {kind.encoding.upper()}"
         other = "bgr" if kind.encoding == "rgb" else "rgb"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import h5py
 
-from slipstream.datasets.chunks import REPACK, FrameKind, filters_of
+from slipstream.datasets.chunks import INGEST_HINT, FrameKind, filters_of
 from slipstream.datasets.description import Roles, Row, Skipped, Stretch
 from slipstream.datasets.layouts import Layout
 from slipstream.datasets.names import shown
@@ -165,7 +165,9 @@ def _kind_notes(name: str, kinds: Sequence[FrameKind]) -> list[str]:
     locked = [one for one in kinds if one.reading == "locked"]
     wide = max(one.amplification for one in kinds)
     if locked:
-        notes.append(f"the camera {name} can be read by HDF5 only, one frame at a time ({locked[0].because}); {REPACK}")
+        notes.append(
+            f"the camera {name} can be read by HDF5 only, one frame at a time ({locked[0].because}); {INGEST_HINT}"
+        )
     elif wide > 2:
-        notes.append(f"reading a frame of the camera {name} decodes {wide:.0f} times its size; {REPACK}")
+        notes.append(f"reading a frame of the camera {name} decodes {wide:.0f} times its size; {INGEST_HINT}")
     return notes
