@@ -59,7 +59,7 @@ def test_every_file_of_the_package_is_in_it(wheel):
     files = {str(Path("slipstream") / path.relative_to(SOURCE)) for path in SOURCE.rglob("*") if path.is_file()}
     expected = {name for name in files if not name.endswith(".pyc")}
     assert expected <= set(wheel.namelist())
-    for name in ("__init__.pyi", "py.typed", "report/assets/page.html", "train/conf/preset/quick.yaml"):
+    for name in ("__init__.pyi", "py.typed", "report/templates/run.html", "train/conf/preset/quick.yaml"):
         assert f"slipstream/{name}" in expected
 
 
@@ -100,8 +100,8 @@ def test_reports_can_be_written_with_it(run, tmp_path):
 
 def test_the_doctor_reads_the_extras_from_it(run):
     script = (
-        "from importlib import metadata; from slipstream.cli.doctor.software import required; "
-        "print(*required(metadata.requires('slipstream-rl')))"
+        "from importlib import metadata; from slipstream.cli.packages import required_packages; "
+        "print(*required_packages(metadata.requires('slipstream-rl')))"
     )
     extras = run("-c", script).stdout.split()
     assert {"None", "train", "safetensors", "minari"} <= set(extras)

@@ -53,7 +53,7 @@ def test_a_run_is_resumed_from_its_url_in_another_number_of_processes_as_if_noth
     )
     assert f"checkpoint_url: {url}" in (tmp_path / "second/runs/x/config.yaml").read_text()
     # The first machine has an older state on its disk, and finds the newer one in the store.
-    assert "is complete since iteration 6" in train(tmp_path / "first", 1, "resume=runs/x")[0]
+    assert "is already finished, after iteration 6" in train(tmp_path / "first", 1, "resume=runs/x")[0]
 
 
 @pytest.fixture
