@@ -188,6 +188,32 @@ def test_nothing_is_collected_while_a_commit_cannot_be_read(url, tmp_path):
     assert "data/" + "0" * 32 in objects
 
 
+def test_another_checkpoint_of_the_same_number_is_a_conflict_and_not_taken_for_an_upload(url, tmp_path):
+    save(url, tmp_path / "one", 1)
+    with CheckpointManager(tmp_path / "two") as manager:
+        manager.save(100, state(100)).result()
+    manager = CheckpointManager(tmp_path / "two", checkpoint_url=url)
+    with pytest.raises(WriterConflictError, match="another process is writing to this run"):
+        manager.wait_uploaded(WAIT_S)
+    manager.close()
+    assert_same(CheckpointManager(tmp_path / "two").restore().state, 100)
+    assert_same(load_checkpoint(url), 1)
+
+
+def test_data_of_an_interrupted_upload_is_compared_before_it_is_used(url, tmp_path):
+    with CheckpointManager(tmp_path / "run") as manager:
+        path = manager.save(1, state(1)).result().path
+    whole: dict[str, tuple[bytes, float]] = {}
+    committed, _ = CommittedRun(as_path(url), MemoryStore(whole)).upload(Path(path))
+    damaged = {}
+    for piece in committed.pieces:
+        damaged[piece.name] = (bytes(piece.size_bytes), 0.0)
+    CommittedRun(as_path(url), MemoryStore(damaged)).upload(Path(path))
+    assert {name: content for name, (content, _) in damaged.items()} == {
+        name: content for name, (content, _) in whole.items()
+    }
+
+
 UPLOADER = """
     import os, signal, sys, torch
     from slipstream import CheckpointManager
@@ -589,7 +615,7 @@ def test_objects_of_others_beside_the_commits_are_ignored(url, tmp_path):
     run = CommittedRun(as_path(url))
     assert len(run.scan()) == 1
     assert run.unreadable() == {}
-    assert run.sequences() == {1}
+    assert set(run.identities()) == {1}
 
 
 def test_the_modified_times_of_a_listing_do_not_matter_for_equality():

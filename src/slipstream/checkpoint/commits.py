@@ -18,6 +18,7 @@ import dataclasses
 import json
 import operator
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ class CommittedRun:
         # What the last scan found.
         self._infos: list[FileInfo] = []
         self._unreadable: dict[Path, Exception] = {}
+        # Data that an upload reuses must not be deleted before its commit.
+        self._writing = threading.RLock()
 
     def exists(self) -> bool:
         """Return whether there is any commit, readable or not."""
@@ -111,9 +114,16 @@ class CommittedRun:
                 return file
         return None
 
-    def sequences(self) -> set[int]:
-        """Return the numbers of the commits that the last `scan` saw, readable or not."""
-        return set(map(_number_of, self._infos))
+    def identities(self) -> dict[int, str | None]:
+        """Return the identities of the checkpoints that the last `scan` saw, by number; None if one is not readable."""
+        identities: dict[int, str | None] = {}
+        known = self._known
+        for info in self._infos:
+            found = known.get(_key(info))
+            identities[_number_of(info)] = None
+            if isinstance(found, CheckpointFile):
+                identities[_number_of(info)] = found.identity
+        return identities
 
     def upload(self, path: Path) -> tuple[CheckpointFile, int]:
         """Upload a checkpoint file and commit it. Safe to repeat, and to continue in another process.
@@ -135,31 +145,39 @@ class CommittedRun:
             if found.parents:
                 raise CorruptFileError("is stored against other checkpoints, which object stores do not support")
             metadata = reader.container.values["metadata"]
-        pieces = self._upload_pieces(source)
-        committed = dataclasses.replace(found, path=self.url / managed_name(found.step), pieces=pieces)
-        self._commit(committed, metadata)
+        with self._writing:
+            pieces = self._upload_pieces(source)
+            committed = dataclasses.replace(found, path=self.url / managed_name(found.step), pieces=pieces)
+            self._commit(committed, metadata)
         return committed, source.size_bytes()
 
     def prune(self, policy: RetentionPolicy) -> list[int]:
         """Delete the commits that the policy does not keep, then data that nothing refers to; returns the steps."""
-        deleted = []
+        deleted: list[int] = []
+        with self._writing:
+            self._prune(policy, deleted)
+        return deleted
+
+    def _prune(self, policy: RetentionPolicy, deleted: list[int]) -> None:
         # Thinning rewrites files. What is in a store never changes.
         todo = plan(self.scan(), dataclasses.replace(policy, keep_full=None))
         for file in todo.delete:
             self.store.delete(_commit_name(file.sequence))
             deleted.append(file.step)
         self._collect_garbage()
-        return deleted
 
     def _collect_garbage(self) -> None:
         """Delete data that no commit refers to, unless an upload may be about to commit it."""
         # List the data first: what is committed after that is not in this list, or is referred to below.
         data = self.store.list(DATA)
-        self.scan()
-        needed = self._referenced()
-        # Nobody knows what a commit refers to that cannot be read.
-        if self._unreadable:
-            return
+        # Its result and not what this object remembers: other threads scan as well.
+        commits = self._read().values()
+        needed: set[str] = set()
+        for found in commits:
+            # Nobody knows what a commit refers to that cannot be read.
+            if not isinstance(found, CheckpointFile):
+                return
+            needed.update(_names_of(found.pieces))
         # By the clock of the store: what was created last is at most as old as now.
         newest_s = 0.0
         for info in (*data, *self._infos):
@@ -188,10 +206,9 @@ class CommittedRun:
         try:
             self.store.put_new(piece.name, content)
         except FileExistsError:
-            # An interrupted upload has got this far.
-            if self._has(piece):
+            # An interrupted upload has got this far, unless something else has damaged it.
+            if self.store.get(piece.name) == bytes(content):
                 return
-            # Something else has damaged it.
             self.store.delete(piece.name)
             self.store.put_new(piece.name, content)
 
@@ -207,7 +224,7 @@ class CommittedRun:
         needed: set[str] = set()
         for found in self._known.values():
             if isinstance(found, CheckpointFile):
-                needed.update(map(operator.attrgetter("name"), found.pieces))
+                needed.update(_names_of(found.pieces))
         return needed
 
     def _commit(self, file: CheckpointFile, metadata: Any) -> None:
@@ -252,14 +269,16 @@ class CommittedRun:
         for info, found in zip(missing, parallel_map(self._parse, missing, _PARALLEL_REQUESTS), strict=True):
             if found is not None:
                 known[_key(info)] = found
-        self._infos = infos
         # Deleted commits are forgotten.
-        self._known = {}
+        remaining = {}
         by_name = {}
         for info in infos:
             if _key(info) in known:
-                self._known[_key(info)] = known[_key(info)]
+                remaining[_key(info)] = known[_key(info)]
                 by_name[info.name] = known[_key(info)]
+        # Each at once, because other threads may read them.
+        self._known = remaining
+        self._infos = infos
         return by_name
 
     def _parse(self, info: FileInfo) -> CheckpointFile | Exception | None:
@@ -312,6 +331,10 @@ class CommittedRun:
             time=time,
             pieces=_parse_pieces(document.get("pieces")),
         )
+
+
+def _names_of(pieces: Sequence[FileInfo]) -> Iterator[str]:
+    return map(operator.attrgetter("name"), pieces)
 
 
 def _commit_name(sequence: int) -> str:

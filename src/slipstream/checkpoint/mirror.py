@@ -44,8 +44,8 @@ class Mirror:
         self.on_upload: Callable[[CheckpointFile], None] = _ignore
         self._files = files
         self._policy = policy
-        # The numbers of all commits; None until the store has answered.
-        self._sequences: set[int] | None = None
+        # The identities of all commits by number; None until the store has answered.
+        self._committed: dict[int, str | None] | None = None
         # The numbers of files that retention would delete from the store at once.
         self._unwanted: set[int] = set()
         self._answered = Notifier()
@@ -63,14 +63,14 @@ class Mirror:
             # Once: a store that is not available must not delay every save.
             self._has_saved = True
             self._answered.wait_until(self._is_answered, _FIRST_ANSWER_S)
-        return max(self._sequences or (), default=0)
+        return max(self._committed or (), default=0)
 
     def _is_answered(self) -> bool:
         return self._has_answered
 
     def pending(self) -> list[CheckpointFile]:
         """Return what the store does not have and should keep, newest first."""
-        if self._sequences is None:
+        if self._committed is None:
             try:
                 self.scan()
             finally:
@@ -95,20 +95,29 @@ class Mirror:
         return list(map(operator.attrgetter("path"), self._missing()))
 
     def _missing(self) -> list[CheckpointFile]:
-        """Return the files whose numbers are not known to be in the store."""
-        known = self._unwanted.union(self._sequences or ())
+        """Return the files that are not known to be in the store."""
         missing = []
         for file in self._files.scan():
             # Files that a user renamed are the user's. Deltas need other files.
-            if file.sequence not in known and file.is_managed and not file.parents:
+            if file.is_managed and not file.parents and not self._is_known(file):
                 missing.append(file)  # noqa: PERF401 - a loop is easier to read
         return missing
+
+    def _is_known(self, file: CheckpointFile) -> bool:
+        """Return whether the store has a file, or would delete it at once.
+
+        Another checkpoint of the same number is not the file: uploading it tells that there are two writers.
+        """
+        if file.sequence in self._unwanted:
+            return True
+        committed = self._committed or {}
+        return file.sequence in committed and committed[file.sequence] in (None, file.identity)
 
     def upload(self, item: CheckpointFile) -> int:
         """Upload a checkpoint. If this process saves, also delete from the store what the policy does not keep."""
         committed, num_bytes = self.run.upload(item.path)
-        if self._sequences is not None:
-            self._sequences.add(committed.sequence)
+        if self._committed is not None:
+            self._committed[committed.sequence] = committed.identity
         self.on_upload(item)
         # What was only opened to be read may have another policy.
         if self._has_saved:
@@ -122,7 +131,7 @@ class Mirror:
     def scan(self) -> list[CheckpointFile]:
         """Return the committed checkpoints; raises `StoreError` if the store cannot be read."""
         files = self.run.scan()
-        self._sequences = self.run.sequences()
+        self._committed = self.run.identities()
         return files
 
 

@@ -322,4 +322,6 @@ def _reason(error: Exception) -> str:
             words = f"{words}, {code[1]}"
         return words
     line = text.partition("\n")[0].rpartition(" - ")[2]
+    # A key that cannot be parsed is quoted as a list of its bytes.
+    line = line.partition("[")[0]
     return _URL.sub("", line).strip()[:200] or type(error).__name__
