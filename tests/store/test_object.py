@@ -1,6 +1,7 @@
 """Stores behind URLs keep the contract; and what only a network can get wrong."""
 
 import itertools
+import json
 import os
 import pickle
 import sys
@@ -143,6 +144,8 @@ def test_a_store_in_memory_is_the_same_everywhere_in_the_process():
     ("url", "problem"),
     [
         ("s3://key:very-secret@bucket/run", "user name or a password"),
+        ("S3://key:very-secret@bucket/run", "user name or a password"),
+        ("HTTPS://bucket.example/very-secret", "HTTPS:// is not supported"),
         ("s3://very-secret@bucket/run", "user name or a password"),
         ("s3:/key:very-secret@bucket/run", "user name or a password"),
         ("az://container/run?sig=very-secret", r"contains \? or #"),
@@ -159,6 +162,18 @@ def test_a_url_that_is_not_supported_or_contains_credentials_is_refused_and_not_
     with pytest.raises(ConfigurationError, match=problem) as caught:
         open_store(url)
     assert "very-secret" not in str(caught.value)
+
+
+def test_a_key_that_cannot_be_parsed_is_not_shown(monkeypatch):
+    pytest.importorskip("obstore")
+    key = "-----BEGIN PRIVATE KEY-----VERYSECRET-----END PRIVATE KEY-----"
+    account = {"type": "service_account", "private_key": key, "client_email": "a", "private_key_id": "b"}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+    with pytest.raises(ConfigurationError, match="cannot be opened") as caught:
+        open_store("gs://bucket/run")
+    assert "VERYSECRET" not in str(caught.value)
+    # Nor as a list of bytes.
+    assert str(ord("V")) not in str(caught.value)
 
 
 def test_paths_keep_the_slashes_of_urls_and_other_paths_are_paths(tmp_path):

@@ -97,7 +97,8 @@ def open_checkpoint(url: ObjectPath) -> Container:
         CorruptFileError: If it is damaged.
         StoreError: If the store cannot be read.
     """
-    if has_managed_name(url.name):
+    # A bucket may have such a name, too.
+    if url.key and has_managed_name(url.name):
         file = CommittedRun(url.parent).find(url.name)
         if file is not None:
             return open_pieces(file)

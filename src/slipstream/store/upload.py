@@ -224,8 +224,9 @@ class Uploader:
                 wait_s = delay_s * random.uniform(0.5, 1.0)  # noqa: S311
                 self._changed.wait_until(self._may_stop_waiting, wait_s)
                 delay_s = min(2 * delay_s, _MAX_DELAY_S)
-            except Exception:
-                # A mistake in this program. Training must not end for that.
+            except BaseException:
+                # A mistake in this program, or a panic of the client. Training must not end for that, and nothing may
+                # wait for this thread.
                 logger.exception("%s: uploading failed; the files stay on local disk", self.url)
                 self._has_given_up = True
             else:
@@ -264,6 +265,9 @@ class Uploader:
         try:
             num_bytes = self._destination.upload(item)
         except FileNotFoundError:
+            # If the file is there, something in the store has vanished, and trying at once would find the same.
+            if item.path.exists():
+                raise
             # Retention deleted it meanwhile. If the bucket is what is missing, that is a WriteError.
             return
         except (CorruptFileError, FormatVersionError) as error:

@@ -17,8 +17,8 @@ from slipstream.store.ranges import OpenObject
 
 OBJECT_SCHEMES = ("s3", "gs", "az", "memory", "file")
 # `Path` collapses slashes, so a URL may arrive with one.
-_OBJECT_URL = re.compile(rf"({'|'.join(OBJECT_SCHEMES)}):(/+)(.*)", re.DOTALL)
-_ANY_URL = re.compile(r"([a-z][a-z0-9+.-]+)://")
+_OBJECT_URL = re.compile(rf"({'|'.join(OBJECT_SCHEMES)}):(/+)(.*)", re.DOTALL | re.IGNORECASE)
+_ANY_URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 
 # The objects of each ``memory://name`` of this process.
 _memory: dict[str, dict[str, tuple[bytes, float]]] = {}
@@ -80,6 +80,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     found = _OBJECT_URL.fullmatch(text)
     if found is not None:
         scheme, slashes, rest = found.groups()
+        scheme = scheme.lower()
         _check_object_url(scheme, slashes, rest)
         return ObjectPath(f"{scheme}:/{rest}")
     other = _ANY_URL.match(text)
